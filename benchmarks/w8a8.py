@@ -91,7 +91,7 @@ def plans_of(name: str, n: int, k: int, m: int, target: Any, tiles: tuple = ((0,
     for s in (s for tile in wanted for s in best[tile] if s.raster in RASTERS):
         plan = op.plan(m, n, k, **facts, schedule=s)
         if plan != found["chosen"]:
-            found[f"tile_{s.block_tokens}x{s.warpgroups}x{s.row_blocks}_c{s.cluster}_r{s.raster}_m{s.multicast}"] = plan
+            found[f"tile_{s.block_tokens}x{s.warpgroups}x{s.row_blocks}_c{s.cluster}_r{s.raster}"] = plan
     return found
 
 

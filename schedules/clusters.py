@@ -27,19 +27,6 @@ def inbox(nbytes: int, stages: int, stage_bytes: int, first: int, last: int) -> 
     return min(runs, key=lambda run: sum(late.count(stage) for stage in run), default=range(0))
 
 
-def multicast_refusal(size: int, sharing: int, cta_blocks: int, target: Target) -> str:
-    """Why CTAs cannot be clusters of `size` that read the `cta_blocks` row blocks of their tiles once, or "".
-
-    Args:
-        sharing: CTAs that share a tile along k.
-    """
-    if not target.supports("cluster"):
-        return f"clusters of {size} CTAs; {target.arch} has none"
-    if size != PAIR or sharing != 1:
-        return f"clusters of {size} CTAs with the same rows, {sharing} of which share a tile: 2 and 1 are built"
-    return f"{size} CTAs cannot part {cta_blocks} row blocks" if cta_blocks % size else ""
-
-
 def refusal(
     size: int, warpgroups: int, row_blocks: int, block_tokens: int, ring_bytes: int, units: int, target: Target
 ) -> str:

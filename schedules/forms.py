@@ -222,7 +222,7 @@ def _direct(settles: bool, token_bytes: int = 0, widths: tuple[int, ...] = WIDTH
     """Of W8A8: sums of a tile, and where those of 128 k are kept apart, of as many tokens as are multiplied at once."""
     return Form(
         program="stream_k",
-        fields=(*_TILE, "multicast"),
+        fields=_TILE,
         sums=lambda s: _tile_sums(s) + (s.block_tokens // s.pieces // 2 if settles else 0),
         crowded=_crowded_direct,
         parts=_byte_parts,

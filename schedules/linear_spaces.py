@@ -118,8 +118,7 @@ class Bytes(Linear):
 
 
 class Direct(Bytes):
-    """Schedules of bytes times bytes, whose one program is on wgmma; of many tokens also clusters whose CTAs multiply
-    the same rows."""
+    """Schedules of bytes times bytes, whose one program is on wgmma."""
 
     def __init__(self, problem: Gemm) -> None:
         super().__init__(problem)
@@ -127,13 +126,6 @@ class Direct(Bytes):
 
     def heuristic(self, target: Target, m: int) -> tuple[str, Any]:
         return self.problem.form.program, stream_k.choose(self.problem, target, m)
-
-    def tiles(self, target: Target, m: int, wide: bool) -> Iterator[StreamK]:
-        for s in super().tiles(target, m, wide):
-            yield s
-            same_rows = replace(s, multicast=PAIR)
-            if s.block_tokens >= 128 and m > s.block_tokens and not same_rows.cluster_refusal(self.problem, target):
-                yield same_rows
 
 
 class E4M3(Bytes):

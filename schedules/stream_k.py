@@ -29,7 +29,6 @@ class StreamK:
 
     Attributes:
         cluster: CTAs that may share a tile alike, and add it up without a trip to memory.
-        multicast: CTAs of a cluster that multiply the same rows by tokens side by side, and read these rows once.
         turns: 1: a warpgroup issues its wgmmas when the one before it has, not as the tensor core takes them.
         form: of the product, a key of `forms.FORMS`, whose `fields` its program has.
     """
@@ -43,7 +42,6 @@ class StreamK:
     per_sm: int = 1
     cluster: int = 1
     turns: int = 0
-    multicast: int = 1
     form: str = field(default="f16 fold", kw_only=True)
 
     @property
@@ -78,7 +76,7 @@ class StreamK:
     @property
     def parts(self) -> bool:
         """Whether CTAs that share a tile alike part its sum."""
-        return self.multicast == 1 and self.rules.parts(self)
+        return self.rules.parts(self)
 
     def crowded(self) -> str:
         """Why the sums do not fit the registers beside the operands, or ""."""
@@ -106,8 +104,7 @@ class StreamK:
         return self.stages * self.stage_bytes(problem) + own + _RESERVED
 
     def tiles(self, problem: Gemm, m: int) -> int:
-        """Of CTAs, or of clusters that multiply the same rows."""
-        return -(-m // (self.block_tokens * self.multicast)) * -(-problem.row_blocks // self.cta_blocks)
+        return -(-m // self.block_tokens) * -(-problem.row_blocks // self.cta_blocks)
 
     def workspace(self, grid: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of the shares and semaphores of `grid` CTAs."""
@@ -117,10 +114,8 @@ class StreamK:
         """Why the CTAs of a tile cannot be a cluster, or ""."""
         ring = self.stages * self.stage_k * self.block_tokens * problem.x_bytes
         of_tile = self.cluster, self.warpgroups, self.row_blocks, self.block_tokens
-        if max(self.cluster, self.multicast) > 1 and self.per_sm > 1:
+        if self.cluster > 1 and self.per_sm > 1:
             return f"clusters with {self.per_sm} CTAs on an SM"
-        if self.multicast > 1:
-            return clusters.multicast_refusal(self.multicast, self.cluster, self.cta_blocks, target)
         return clusters.refusal(*of_tile, ring, problem.units, target)
 
     @property
@@ -245,8 +240,7 @@ def _of_scaled_blocks(problem: Gemm, target: Target, m: int) -> StreamK:
 
 def partition(schedule: StreamK, problem: Gemm, target: Target, m: int) -> Partition:
     """The cheapest way to divide the tiles of the schedule over the SMs of the target."""
-    part = _divide(schedule, problem, target, m)[1]
-    return replace(part, grid=part.grid * schedule.multicast)
+    return _divide(schedule, problem, target, m)[1]
 
 
 def us(schedule: StreamK, problem: Gemm, target: Target, m: int) -> float:
@@ -261,7 +255,7 @@ def _divide(schedule: StreamK, problem: Gemm, target: Target, m: int) -> tuple[f
     of_tile = schedule.tile, schedule.tiles(problem, m), problem.units
     launch = (
         tile_costs.dram_us(target, problem.launch_bytes(m)),
-        target.sms * schedule.per_sm // schedule.multicast,
+        target.sms * schedule.per_sm,
         schedule.parts,
         tile_costs.later_wave(target, m, problem.k, problem.x_bytes),
         schedule.cluster,

@@ -50,13 +50,12 @@ def bulk(to: Any, at: Any, nbytes: Any, barrier: Any, cluster: int = 1) -> Any:
     return _call("bulk_multicast", *parts, (1 << cluster) - 1) if cluster > 1 else _call("bulk", *parts)
 
 
-def bulk_at(to: Any, matrix: Any, at: Any, nbytes: Any, barrier: Any, cluster: int = 1) -> Any:
+def bulk_at(to: Any, matrix: Any, at: Any, nbytes: Any, barrier: Any) -> Any:
     """`bulk` from `at` times 16 bytes behind the first element of a matrix of three dimensions."""
     import tilelang.language as T
 
     base = T.access_ptr(matrix[0, 0, 0], "r", 1)
-    parts = address(to, "w", 16), base, at, nbytes, address(barrier, "rw", 8)
-    return _call("bulk_multicast_at", *parts, (1 << cluster) - 1) if cluster > 1 else _call("bulk_at", *parts)
+    return _call("bulk_at", address(to, "w", 16), base, at, nbytes, address(barrier, "rw", 8))
 
 
 def tile_boxes(rows: int) -> list[int]:
@@ -315,9 +314,9 @@ def wait(barrier: Any, parity: Any) -> Any:
     return _call("wait", barrier, parity)
 
 
-def arrive(barrier: Any, cluster: int = 1) -> Any:
-    """At the mbarrier at a `place`; in a cluster of several CTAs at that of each."""
-    return _call(f"arrive_all<{cluster}>", barrier) if cluster > 1 else _call("arrive", barrier)
+def arrive(barrier: Any) -> Any:
+    """At the mbarrier at a `place`."""
+    return _call("arrive", barrier)
 
 
 def opaque(scalar: Any) -> Any:

@@ -13,7 +13,6 @@ from terrazzo.ops.tiles.program import REGISTERS
 def pipeline_macros(
     steps: SimpleNamespace, *, block_tokens: int, warpgroups: int, tokens: SimpleNamespace, tiles: SimpleNamespace,
     rings: SimpleNamespace, peers: SimpleNamespace, tail: SimpleNamespace, experts: int, cluster: int, per_sm: int = 1,
-    multicast: int = 1,
 ) -> SimpleNamespace:  # fmt: skip
     """Macro `run`.
 
@@ -26,8 +25,6 @@ def pipeline_macros(
             end(io, ring, c, lane): of a segment, sums that are complete, and the last stage given back.
         tokens, tiles, rings, peers, tail: of `expert_macros`, `partition_macros`, `ring_macros`, `cluster_macros` and
             `finish_macros`.
-        multicast: CTAs of a cluster that walk together, each with its part of a tile's tokens and all of its rows. In
-            the partition they count as one CTA, whose tiles have as many times `block_tokens`.
     """
     import tilelang.language as T
 
@@ -37,15 +34,9 @@ def pipeline_macros(
     def locate(io, c):
         """The tokens of the segment's tile, and its expert."""
         tokens.locate(io.Es, c, io.X.shape[0])
-        if multicast > 1:
-            c.first[0] = c.first[0] * multicast + io.rank * block_tokens
-
-    def place_of(io, cta, ctas):
-        """Of sums that others add: CTAs of one number in their clusters lie side by side."""
-        return io.rank * ctas + cta if multicast > 1 else cta
 
     @T.macro
-    def walk(io, p, c, x, ring, table, parts, grid, cta):
+    def run(io, p, c, x, ring, table, parts, grid, cta):
         """The CTA, from its buffers on.
 
         io: beside what the steps want X, Es, the barriers `empty` and `ready`, and WS, SEM, `acc` and `to` as `finish`
@@ -56,19 +47,15 @@ def pipeline_macros(
         T.pdl_trigger()
         if cluster > 1:
             peers.open()
-        if multicast > 1:
-            T.cluster_arrive()
         if experts:
             T.pdl_sync()
             tokens.partition(io.Es, table, parts, io.X.shape[0], grid)
         mt, sk, ctas = (
             (table.blocks[0], table.shared[0], table.grid[0])
             if experts
-            else (T.ceildiv(io.X.shape[0], block_tokens * multicast), parts, grid)
+            else (T.ceildiv(io.X.shape[0], block_tokens), parts, grid)
         )
         tiles.plan(p, cta, ctas, sk, mt)
-        if multicast > 1:  # the barriers of all are made
-            T.cluster_wait()
         if tx >= consumers:
             T.dec_max_nreg(REGISTERS[warpgroups, per_sm][0])
             fill = SimpleNamespace(**vars(io), ring=ring, leader=tx == consumers, leader_of_tokens=tx == consumers + 32)
@@ -91,24 +78,12 @@ def pipeline_macros(
                 T.pdl_sync()
             for seg in T.serial(p.all[0]):
                 tiles.segment(p, c, seg, cta, ctas, sk, mt)
-                locate(io, c)
+                tokens.locate(io.Es, c, io.X.shape[0])
                 steps.begin(io, ring, c, wg, wt)
                 work = SimpleNamespace(**vars(io), lane=lane, wg=wg, wt=wt)
                 rings.consume(steps.unit, steps.drain, work, ring, c.k1[0] - c.k0[0])
                 steps.end(io, ring, c, lane)
-                tail.finish(io.WS, io.SEM, io.acc, io.to, p, c, x, place_of(io, cta, ctas), ctas, sk, wg, wt)
-        if multicast > 1:  # nobody leaves while others fill its stages or give them back
-            T.cluster_arrive()
-            T.cluster_wait()
-
-    @T.macro
-    def run(io, p, c, x, ring, table, parts, grid, cta):
-        """`walk` of the CTA, or of its cluster."""
-        if multicast > 1:
-            among = SimpleNamespace(**vars(io), rank=T.truncmod(cta, multicast))
-            walk(among, p, c, x, ring, table, parts, T.truncdiv(grid, multicast), T.truncdiv(cta, multicast))
-        else:
-            walk(io, p, c, x, ring, table, parts, grid, cta)
+                tail.finish(io.WS, io.SEM, io.acc, io.to, p, c, x, cta, ctas, sk, wg, wt)
 
     return SimpleNamespace(run=run)
 

@@ -234,28 +234,11 @@ def expert_macros(*, experts: int, block_tokens: int, units: int, row_tiles: int
     return SimpleNamespace(partition=partition, locate=locate)
 
 
-MULTICAST_SOURCE = """\
-__device__ __forceinline__ void tz_bulk_multicast_at(
-    void *dst, const void *base, int at, int bytes, void *bar, int mask) {
-  tz_bulk_multicast(dst, (const char *)base + (long long)at * 16, bytes, bar, mask);
-}
-// arrives at what lies at this address in the first SIZE CTAs of the cluster
-template <int SIZE> __device__ __forceinline__ void tz_arrive_all(unsigned bar) {
-#pragma unroll
-  for (int rank = 0; rank < SIZE; ++rank)
-    asm volatile("{ .reg .b32 b; mapa.shared::cluster.u32 b,%0,%1;"
-                 " mbarrier.arrive.release.cluster.shared::cluster.b64 _,[b]; }" :: "r"(bar), "r"(rank) : "memory");
-}
-"""
-"""Why not TileLang: its multicast is of whole tiles, and its barriers of other CTAs have no runtime address."""
-
-
-def ring_macros(*, stages: int, each: int = 1, rounds: bool = True, multicast: int = 1) -> SimpleNamespace:
+def ring_macros(*, stages: int, each: int = 1, rounds: bool = True) -> SimpleNamespace:
     """Macros of a ring of shared-memory stages: `reset`, `acquire` (a producer's wait for a stage), `find`, `wait` (a
     consumer's), `advance`, `release`, `give_back`, `consume`. `full` and `empty` are its mbarriers, one of each for a
     stage; a consumer, whose loop is short of instructions, finds them once. `each`: stages of a unit
-    of k. `rounds`: `consume` unrolls those of the ring, which takes registers. `multicast`: CTAs of a cluster that fill
-    each other's stages, so that a stage is given back to all of them."""
+    of k. `rounds`: `consume` unrolls those of the ring, which takes registers."""
     import tilelang.language as T
 
     turns = 2 if stages % each else 1  # of the ring, until a unit begins with the first stage again
@@ -301,7 +284,7 @@ def ring_macros(*, stages: int, each: int = 1, rounds: bool = True, multicast: i
     @T.macro
     def give_back(ring, stage):
         """A stage goes back to the producer, on behalf of the warp."""
-        arrive(ring.empty[0] + T.cast(stage, "uint32") * T.uint32(8), multicast)
+        arrive(ring.empty[0] + T.cast(stage, "uint32") * T.uint32(8))
 
     @T.macro
     def release(ring, condition):

@@ -215,7 +215,6 @@ def finish_macros(
     store_slice: Callable[..., None] | None = None,
     peers: SimpleNamespace | None = None,
     store_share: Callable[..., None] | None = None,
-    multicast: int = 1,
 ) -> SimpleNamespace:
     """Macro `finish`: what becomes of a segment's sums, `acc`.
 
@@ -228,7 +227,6 @@ def finish_macros(
             something to prepare.
         peers: of `cluster_macros`, where a cluster may part the sum of a tile; `to` then has `ring`, `ready` and `sent`
             for its exchange, and macro `store_share(to, acc, c, share, units, wg, wt)` stores its slice.
-        multicast: as of `pipeline_macros`; CTAs of the same number in clusters then share tiles, and count through.
     """
     import tilelang.language as T
 
@@ -239,7 +237,7 @@ def finish_macros(
             shares.leave_share(WS, SEM, acc, cta, wg, wt)
         else:
             if adds(c):
-                tiles.later_shares(c, T.truncmod(cta, grid) if multicast > 1 else cta, grid, sk)
+                tiles.later_shares(c, cta, grid, sk)
                 shares.add_shares(WS, SEM, acc, c.count[0], cta, wg, wt)
             store(to, acc, c, wg, wt)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from oracles import TARGET, run_all
@@ -42,34 +40,6 @@ def test_oracle(cases, kind):
 )
 def test_sums_of_the_tensor_core_alone(cases):
     run_all(check, list(cases))
-
-
-SAME_ROWS = {  # tiles of clusters whose CTAs multiply the same rows
-    "int8": ((128, 2, 2), (256, 2, 1)),
-    "int8 asymmetric": ((128, 2, 1),),
-    "e4m3": ((256, 2, 1), (128, 2, 2)),
-    "e4m3 blocks": ((128, 2, 2), (192, 2, 1)),
-}
-
-
-@pytest.mark.parametrize("kind", ["identity", "integer", "random"])
-@pytest.mark.parametrize(
-    "cases",
-    [
-        pytest.param(
-            tuple(
-                Case(Spec(n, k, form, bias=True), m, tile=tile)
-                for tile in tiles
-                for n, k in ((257, 208), (2000, 4096))
-                for m in (100, 257, 1000, 4100)
-            ),
-            id=form.replace(" ", "_"),
-        )
-        for form, tiles in SAME_ROWS.items()
-    ],
-)
-def test_clusters_that_read_the_same_rows_once(cases, kind):
-    run_all(check, [replace(case, kind=kind, seed=i) for i, case in enumerate(cases)])
 
 
 COUNTS = ((5, 0, 1, 7), (130, 3, 0, 300), (1, 1, 2, 0, 0, 33, 64, 17), (1000, 0, 1, 257))

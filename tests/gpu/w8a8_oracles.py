@@ -9,8 +9,6 @@ Each run writes into NaN (int32: garbage) between guard rows that must survive, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,9 +16,7 @@ import torch
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import quantized, w8a8
 from terrazzo.ops.quantized import BlockQuantizedActivations, QuantizedActivations
-from terrazzo.ops.w4a8.w8a8 import activations, op, reference
-from terrazzo.schedules import records, stream_k
-from terrazzo.schedules.stream_k import StreamK
+from terrazzo.ops.w4a8.w8a8 import activations, reference
 
 DEVICE = "cuda"
 FORMS = {
@@ -47,33 +43,13 @@ class Spec:
 
 @dataclass(frozen=True)
 class Case:
-    """One operator call: m tokens, "identity", "integer" or "random" activations.
-
-    tile: tokens, warpgroups and row blocks of each, of clusters whose CTAs multiply the same rows; (): what is chosen.
-    """
+    """One operator call: m tokens, "identity", "integer" or "random" activations."""
 
     spec: Spec
     m: int
     kind: str = "random"
     accumulate: str = "auto"
     seed: int = 0
-    tile: tuple = ()
-
-    @contextmanager
-    def forced(self) -> Iterator[None]:
-        """Inside, the tile is what every call takes."""
-        if not self.tile:
-            yield
-            return
-        w, target = packed(self.spec, self.kind), Target.detect()
-        numerics = op.numerics_of(w.codes, w.block, activations.has_zeros(w), self.accumulate)
-        problem = op.problem(w.n, w.k, numerics, "int32" if w.codes == "int8" else self.out)  # the larger output
-        schedule = StreamK(*self.tile, 2, raster=2, multicast=2, form=problem.form_name)
-        schedule = stream_k.fitted(schedule, problem, target)
-        with records.forced(op.OPERATORS[numerics], "stream_k", schedule.params()):
-            records.changed()
-            yield
-        records.changed()
 
     @property
     def out(self) -> str:
@@ -86,11 +62,6 @@ class Case:
         """Those of the case's weight with activations of every kind."""
         if not self.m:
             return []
-        with self.forced():
-            return self.all_requests()
-
-    def all_requests(self) -> list:
-        """Those of the tile that is chosen now."""
         out, w = getattr(torch, ("float16", "bfloat16")[self.spec.n % 2]), packed(self.spec, "random")
         found = w8a8.weight_requests(w, self.m, out, accumulate=self.accumulate)
         found += w8a8.weight_requests(w, self.m, None, out_dtype=out, accumulate=self.accumulate, bias=False)
@@ -150,8 +121,7 @@ def launch(case: Case, x: object) -> torch.Tensor:
     poison = -77 if case.out == "int32" else float("nan")
     for _ in range(2):
         guarded = torch.full((case.m + 2, case.spec.n), poison, dtype=dtype, device=DEVICE)
-        with case.forced():
-            y = w8a8.gemm(x, weight, out=guarded[1:-1], out_dtype=dtype, accumulate=case.accumulate)
+        y = w8a8.gemm(x, weight, out=guarded[1:-1], out_dtype=dtype, accumulate=case.accumulate)
         for row in (guarded[0], guarded[-1]):
             assert bool((row == poison).all() if case.out == "int32" else row.isnan().all()), f"beside y; {case}"
         runs.append(y.contiguous())

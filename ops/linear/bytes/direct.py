@@ -115,29 +115,22 @@ def consumer_macros(*, block_tokens: int, cta_blocks: int) -> SimpleNamespace:
 
 def scale_macros(
     *, block_tokens: int, cta_blocks: int, row_blocks: Any, unit: Callable[[SimpleNamespace, Any], Any],
-    may_be_empty: bool = False, anywhere: bool = False,
+    anywhere: bool = False,
 ) -> SimpleNamespace:  # fmt: skip
     """Macros `fill_tokens(io, c, kb)` and `fill_rows(io, c, kb)`, by one thread each: the scales of a stage, to Ts
     [stages, tokens] and Ss [stages, 4 * row blocks of a tile]; arguments and `io` as of `stages.fill_macros`.
-    `may_be_empty`: whether a tile may lie behind the last token. `anywhere`: whether it may begin at any token, not
-    only at multiples of 4; the copy then begins at the multiple before, and has four more."""
+    `anywhere`: whether a tile may begin at any token, not only at multiples of 4; the copy then begins at the multiple
+    before, and has four more."""
     import tilelang.language as T
 
     def begin(c):
         return c.first[0] // 4 * 4 if anywhere else c.first[0]
 
     @T.macro
-    def copy_tokens(io, c, kb, count):
-        T.mbarrier_expect_tx(io.full[io.ring.stage[0]], count * 4)
-        bulk(io.Ts[io.ring.stage[0], 0], io.XS[kb, begin(c)], count * 4, io.full[io.ring.stage[0]])
-
-    @T.macro
     def fill_tokens(io, c, kb):
         count = T.min(block_tokens + MORE if anywhere else block_tokens, io.XS.shape[1] - begin(c))
-        if not may_be_empty:
-            copy_tokens(io, c, kb, count)
-        elif count > 0:
-            copy_tokens(io, c, kb, count)
+        T.mbarrier_expect_tx(io.full[io.ring.stage[0]], count * 4)
+        bulk(io.Ts[io.ring.stage[0], 0], io.XS[kb, begin(c)], count * 4, io.full[io.ring.stage[0]])
 
     @T.macro
     def fill_rows(io, c, kb):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from terrazzo.ops.linear.bytes.problem import BLOCK_WORDS, UNIT_K
-from terrazzo.ops.tiles.calls import bulk, bulk_at, lds32, lds128, matrix, past, place
+from terrazzo.ops.tiles.calls import bulk, bulk_at, lds32, lds128, matrix, place
 
 
 def fill_macros(
@@ -20,7 +20,6 @@ def fill_macros(
     unit_words: int,
     unit: Callable[[SimpleNamespace, Any], Any] = lambda c, kb: kb,
     also: Callable[..., None] | None = None,
-    multicast: int = 1,
 ) -> SimpleNamespace:
     """Macro `fill_weights(io, c, kb)`: the warp of the weights fills a stage, for `each_unit` of the tile scheduler.
 
@@ -28,15 +27,12 @@ def fill_macros(
         rings: of `ring_macros`. row_blocks: of 64 rows, of the weight; cta_blocks: of them, those of a tile.
         unit: expression of the first index of W [units, row_blocks, unit_words].
         also: macro of what comes with the units, called as `fill_weights` is, by one thread.
-        multicast: CTAs of a cluster that multiply the same rows; each copies its part of them to all.
 
-    `io` holds W, Ws, the barriers `full` and `empty`, `ring` and `leader`, whether this thread is the warp's first, and
-    with multicast `rank`, the CTA's number in its cluster.
+    `io` holds W, Ws, the barriers `full` and `empty`, `ring` and `leader`, whether this thread is the warp's first.
     """
     import tilelang.language as T
 
     known = isinstance(row_blocks, int)
-    own = cta_blocks // multicast  # row blocks that a CTA copies
 
     @T.macro
     def load_weights(io, c, kb):
@@ -60,30 +56,11 @@ def fill_macros(
             )
 
     @T.macro
-    def share_weights(io, c, kb):
-        """The same, where each CTA of a cluster copies some of the row blocks to all of them."""
-        count = T.max(T.min(cta_blocks, row_blocks - c.rows[0] * cta_blocks), 0)
-        mine = T.max(T.min(own, count - io.rank * own), 0)
-        T.mbarrier_expect_tx(io.full[io.ring.stage[0]], count * (unit_words * 4))
-        if mine > 0:
-            bulk_at(
-                past(io.Ws[io.ring.stage[0], 0, 0], io.rank * (own * unit_words * 4)),
-                io.W,
-                (unit(c, kb) * row_blocks + c.rows[0] * cta_blocks + io.rank * own) * (unit_words // 4),
-                mine * (unit_words * 4),
-                io.full[io.ring.stage[0]],
-                multicast,
-            )
-
-    @T.macro
     def fill_weights(io, c, kb):
         """One stage: waits for it, copies, arrives."""
         rings.acquire(io.empty, io.ring)
         if io.leader:
-            if multicast > 1:
-                share_weights(io, c, kb)
-            else:
-                load_weights(io, c, kb)
+            load_weights(io, c, kb)
             if also is not None:
                 also(io, c, kb)
             T.barrier_arrive(io.full[io.ring.stage[0]])

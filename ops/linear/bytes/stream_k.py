@@ -33,7 +33,6 @@ from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, check_tile
 from terrazzo.ops.tiles.scheduler import (
     EXPERTS_SOURCE,
-    MULTICAST_SOURCE,
     expert_macros,
     partition_macros,
     plan_state,
@@ -69,7 +68,6 @@ def build(
     stages: int,
     raster: int = 8,
     cluster: int = 1,
-    multicast: int = 1,
     experts: int = 0,
     whole: bool = True,
 ):
@@ -80,25 +78,22 @@ def build(
     [grid, warpgroups * row_blocks, block_tokens / 8, 128, 4]; SEM int32 [grid, 4 * warpgroups], zero before the first
     launch and after each one; Y [M, n] in `out_dtype`. `grid` CTAs, at most the number of SMs; the first `sk` tiles
     are shared along k, 0 <= sk <= tiles. `cluster`: of so many CTAs, which divide `grid`; where each tile is shared by
-    as many, its sum does not leave the chip's SMs. `multicast`: clusters of so many CTAs, which divide `grid`, with as
-    many times `block_tokens`; the rows of a tile, which all of them multiply, are read from L2 once. With "e4m3", the
-    bytes of X are e4m3, RS [1] is not read, and WS is f32.
+    as many, its sum does not leave the chip's SMs. With "e4m3", the bytes of X are e4m3,
+    RS [1] is not read, and WS is f32.
     With experts, W, S and B hold one matrix after the other: [E * Kp/128, Np/64, unit words], [E * Np], [E * n]; expert
     e owns the rows offsets[e] .. offsets[e + 1] - 1 of X and Y, in ascending order. Rows of no expert are not written.
 
     With n = k = 0 the kernel has no shape: both come with the launch, as does whether B has a bias. `whole`: rows of Y
     are whole pieces of 16 bytes.
     """
-    for name, size in (("cluster", cluster), ("multicast", multicast)):
-        if size > 1 and experts:
-            constraint = "tiles of experts are found on the device, not shared by clusters"
-            raise ArgumentError(name, size, constraint, "use 1")
+    if cluster > 1 and experts:
+        constraint = "tiles of experts are found on the device, not shared by clusters"
+        raise ArgumentError("cluster", cluster, constraint, "use 1")
     gemm = fp8_problem.of(n, k, group, out_dtype, dequantization, bias)
     gemm = gemm if n else gemm.at_launch(whole, max(experts, 1))
     schedule = StreamK(
-        block_tokens, warpgroups, row_blocks, stages, raster=raster, cluster=cluster, multicast=multicast,
-        form=gemm.schedule_form,
-    )  # fmt: skip
+        block_tokens, warpgroups, row_blocks, stages, raster=raster, cluster=cluster, form=gemm.schedule_form
+    )
     check_tile(schedule)
     return program(gemm, schedule, experts)
 
@@ -118,8 +113,7 @@ def tile_macros(gemm: Gemm, schedule: StreamK, form: SimpleNamespace, experts: i
     tiles = partition_macros(
         units=gemm.units, row_tiles=row_tiles, raster=schedule.raster, exchange=exchange or cluster > 1, cluster=cluster
     )
-    rounds = not experts and rb == 1 and form.pieces == 1
-    rings = ring_macros(stages=schedule.stages, rounds=rounds, multicast=schedule.multicast)
+    rings = ring_macros(stages=schedule.stages, rounds=not experts and rb == 1 and form.pieces == 1)
     spare = spare_registers(wgs, schedule.sums) if cluster == 1 else 0  # shares are rare there
     shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=schedule.flags, dtype=form.sums, spare=spare)
     out = store_macros(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=schedule.cta_blocks)
@@ -129,7 +123,7 @@ def tile_macros(gemm: Gemm, schedule: StreamK, form: SimpleNamespace, experts: i
     )  # fmt: skip
     tail = finish_macros(
         tiles, shares, store=out.store, exchange=exchange, prepare=out.prepare, store_slice=out.store_slice,
-        peers=peers if cluster > 1 else None, store_share=out.store_share, multicast=schedule.multicast,
+        peers=peers if cluster > 1 else None, store_share=out.store_share,
     )  # fmt: skip
     return SimpleNamespace(tokens=tokens, tiles=tiles, rings=rings, out=out, peers=peers, tail=tail, exchange=exchange)
 
@@ -147,10 +141,8 @@ def step_macros(
     own_stages = getattr(form, "settles", False)  # given back by the step that used them
     unit_of = lambda c, kb: c.expert[0] * units + kb
     own = dict(row_blocks=all_blocks, cta_blocks=cta_blocks, unit=unit_of)
-    where = dict(may_be_empty=schedule.multicast > 1, anywhere=experts > 0)
-    scaled = direct.scale_macros(block_tokens=bm, **where, **own) if blocks else None
-    also = scaled.fill_rows if blocks else None
-    fills = fill_macros(rings, unit_words=unit_words, also=also, multicast=schedule.multicast, **own)
+    scaled = direct.scale_macros(block_tokens=bm, anywhere=experts > 0, **own) if blocks else None
+    fills = fill_macros(rings, unit_words=unit_words, also=scaled.fill_rows if blocks else None, **own)
     if converts:
         steps = consumer_macros(block_tokens=bm, cta_blocks=cta_blocks, unit_words=unit_words, groups=gemm.groups)
     else:
@@ -239,7 +231,6 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
     from tilelang.layout import make_full_bank_swizzled_layout
 
     bm, wgs, rb, cluster = schedule.block_tokens, schedule.warpgroups, schedule.row_blocks, schedule.cluster
-    multicast, together = schedule.multicast, max(cluster, schedule.multicast)
     stages, cta_blocks, converts, blocks = schedule.stages, schedule.cta_blocks, gemm.converts, gemm.blocks
     units, unit_words, all_blocks = gemm.units, gemm.unit_words, gemm.row_blocks
     ct, sums = wgs * 128, rb * bm // 2
@@ -251,26 +242,19 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
     used = (*PRIMITIVES, *(["e4m3"] if gemm.float_sums else []), *(["cluster"] if cluster > 1 else []))
     used += () if converts else ("uniform",)
     used += ("bulk_at",) if gemm.launched is not None else ()
-    used += ("multicast", "cluster") if multicast > 1 else ()
     source = prelude(
-        *used,
-        extra=(
-            *([gemm.converter.device_source] if converts else []),
-            *([EXPERTS_SOURCE] if experts else []),
-            *([MULTICAST_SOURCE] if multicast > 1 else []),
-        ),
+        *used, extra=(*([gemm.converter.device_source] if converts else []), *([EXPERTS_SOURCE] if experts else []))
     )
     last = T.Tensor((experts + 1,), "int32") if experts else T.int32
     scales = (all_units, all_blocks * direct.GROUPS) if blocks else (matrices * all_blocks * 64 * gemm.channels,)
     of_stage = (cta_blocks, unit_words) if converts else (cta_blocks * 64, UNIT_K // 4)  # rows of 128 bytes
-    dims = dict(cluster_dims=(together, 1, 1)) if together > 1 else {}
+    dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
     M, G = T.dynamic("m"), T.dynamic("grid")
     MP = T.dynamic("mp") if blocks else M
 
     pipeline = pipeline_macros(
         steps, block_tokens=bm, warpgroups=wgs, tokens=work.tokens, tiles=work.tiles, rings=work.rings,
         peers=work.peers, tail=work.tail, experts=experts, cluster=cluster,
-        multicast=multicast,
     )  # fmt: skip
 
     @T.prim_func
@@ -296,7 +280,7 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
             Ts = T.alloc_shared((stages, max(bm + direct.MORE * (experts > 0), 32)), "float32") if blocks else None
             Ss = T.alloc_shared((stages, max(cta_blocks * direct.GROUPS, 32)), "float32") if blocks else None
             full = T.alloc_barrier([1 + 32] * stages)  # weights, and the lanes of the warp that fetches X
-            empty = T.alloc_barrier([wgs * 4 * multicast] * stages)
+            empty = T.alloc_barrier([wgs * 4] * stages)
             sent = T.alloc_barrier([1] * (wgs * 4)) if cluster > 1 else None
             ready = T.alloc_barrier([cluster - 1]) if cluster > 1 else None
             w = T.alloc_local((8,), "uint32") if converts else None

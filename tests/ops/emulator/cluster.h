@@ -1,4 +1,4 @@
-// CTAs of a cluster, CLUSTER of them along x: a barrier, and what they send to one another's shared memory
+// CTAs of a cluster, CLUSTER of them along x: one barrier, and what they send to one another's shared memory
 static std::vector<std::array<long, 4>> clusters;  // x, y, z, and how many threads have arrived
 struct NewLaunch : PerCtaState { void start(int) { if (ctas.size() == 1) clusters.clear(); } };
 static NewLaunch new_launch;
@@ -18,8 +18,6 @@ static Cta &peer(int rank) {
 template <class T> static T *of_peer(const T *p, int rank) {
   return (T *)(peer(rank).memory + ((const char *)p - shared_memory())); }
 static char all_arrived;
-struct Rounds { int of[1024]; };
-static PerCta<Rounds> rounds;  // of the barrier, that each thread has waited for
 struct Waits : PerCta<int> {  // of threads, for the cluster
   void end(int slot) {
     if (at[slot] % THREADS == 0) return;
@@ -31,9 +29,7 @@ namespace tl {
 static void cluster_arrive_relaxed() { Unseen unseen; ++my_cluster()[3]; }
 static void cluster_arrive() { released(&all_arrived); cluster_arrive_relaxed(); }
 static void cluster_wait() {
-  long all;
-  { Unseen unseen; all = (long)++(*rounds).of[current] * CLUSTER * THREADS; }
-  wait_until([&] { return my_cluster()[3] >= all; }); acquired(&all_arrived); Unseen unseen; ++*waits; }
+  wait_until([&] { return my_cluster()[3] == CLUSTER * THREADS; }); acquired(&all_arrived); Unseen unseen; ++*waits; }
 }
 static void send(void *p, int rank, const void *v, int bytes, const void *bar) {
   if ((uintptr_t)p % bytes) { fprintf(stderr, "misaligned st.async\n"); abort(); }
@@ -48,12 +44,4 @@ static void tz_send16(void *p, int rank, const void *v, const void *bar) { send(
 static void tz_send8(void *p, int rank, float x, float y, const void *bar) {
   float v[2] = {x, y}; send(p, rank, v, 8, bar); }
 static void tz_arrive_at(const void *bar, int rank) { of_peer((Barrier *)bar, rank)->arrive(); }
-template <int SIZE> static void tz_arrive_all(unsigned bar) {
-  for (int rank = 0; rank < SIZE; ++rank) of_peer((Barrier *)placed(bar, 8), rank)->arrive(); }
-static void tz_bulk_multicast_at(void *to, const void *base, int at, int bytes, void *bar, int mask) {
-  const char *from = (const char *)base + (long long)at * 16;
-  if ((((uintptr_t)to | (uintptr_t)from) & 15) || bytes % 16 || bytes <= 0) {
-    fprintf(stderr, "misaligned bulk copy\n"); abort(); }
-  for (int rank = 0; rank < CLUSTER; ++rank) if (mask >> rank & 1)
-    fly(*of_peer((Barrier *)bar, rank), of_peer((char *)to, rank), from, bytes); }
 static void tz_wait_together(unsigned barrier, int parity) { tz_wait(barrier, parity); }

@@ -52,9 +52,7 @@ def launch(q, weights, scales, xs, zeros, bias, numerics, schedule, partition, f
     extra = [WGMMA, EXTRA.replace("typedef unsigned char uchar;", ""), HOPPER, UNIFORM]
     extra += [] if numerics.startswith("s8") else [FLOATS]
     extra += [VOTES, EXPERTS_SOURCE] if experts else []
-    kernel = CpuKernel(
-        source, extra, schedule.warpgroups * 128 + 128, folder, max(schedule.cluster, schedule.multicast)
-    )
+    kernel = CpuKernel(source, extra, schedule.warpgroups * 128 + 128, folder, schedule.cluster)
     raw = out_dtype == "int32"
     y = torch.full((m, n), -77 if raw else float("nan"), dtype=getattr(torch, out_dtype))
     semaphores = torch.zeros(grid, schedule.flags, dtype=torch.int32)
@@ -88,20 +86,6 @@ CASES = {  # numerics, n, k, m, schedule, (grid, shared tiles), output, generic;
     "block": ("block", 200, 400, 37, BLOCK(32, 2, 1, 3), (3, 3), "float16", True, True),
     "block two row blocks": ("block", 200, 272, 20, BLOCK(16, 1, 2, 2), (3, 3), "bfloat16", False, False),
     "block two pieces": ("block", 130, 400, 200, BLOCK(192, 2, 1, 2), (3, 3), "bfloat16", False, False),
-    "s8 same rows": ("s8", 200, 400, 85, S8(16, 2, 1, 2, multicast=2), (4, 0), "float16", True, True),
-    "s8 same rows, shares": ("s8", 270, 656, 37, S8(16, 1, 2, 3, multicast=2), (6, 5), "int32", False, False),
-    "promoted same rows": (
-        "promoted",
-        200,
-        272,
-        70,
-        PROMOTED(32, 2, 1, 2, multicast=2),
-        (2, 1),
-        "float16",
-        True,
-        False,
-    ),
-    "block same rows": ("block", 200, 400, 37, BLOCK(16, 2, 2, 3, multicast=2), (4, 1), "bfloat16", True, True),
     "block clusters": ("block", 200, 656, 37, BLOCK(32, 2, 1, 3, cluster=2), (8, 4), "float16", False, False),
 }
 
