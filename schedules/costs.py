@@ -107,16 +107,27 @@ _SCALED_BLOCKS = (
 _DIRECT_TILES = tuple(
     (tokens, *shape)
     for tokens in (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-    for shape in ((1, 1), (2, 1), (2, 2), (3, 1), (4, 1))
+    for shape in (((1, 1), (2, 1), (2, 2), (3, 1), (4, 1)) if tokens < 128 else ((1, 1), (2, 1), (2, 2)))
     if tokens * shape[1] <= {1: 256, 2: 256, 3: 128, 4: 64}[shape[0]]
 )
 
 
-def _direct(scaled: float) -> TileCosts:
-    """Of W8A8, not measured yet: 8 KB of a row block and 128 k as fast as int8's smallest tiles come, or products at
-    the rate of its widest, `scaled` of their time longer."""
-    unit = lambda tokens, wgs, rb: max(0.23 * wgs * rb, 0.6 * (1 + scaled) * wgs * rb * tokens / 512) + 0.0002 * tokens
-    return replace(_S8, units={tile: unit(*tile) for tile in _DIRECT_TILES})
+def _direct(scaled: float, alone: float, tall: bool = False) -> TileCosts:
+    """Of W8A8: 8 KB of a row block and 128 k as fast as int8's smallest tiles come, or products at the rate of its
+    widest, `scaled` of their time longer. 90 tiles of one H100 (benchmarks/results/w8a8_tiles_h100.json) say the rest:
+    a warpgroup `alone` takes so many times as long, tiles of 128 x 128 an eighth and widths between 128 and 256 a tenth
+    longer. `tall`: 256 rows by 128 tokens, too, which else lose to 128 by 256."""
+
+    def unit(tokens: int, wgs: int, rb: int) -> float:
+        products, least = 0.6 * (1 + scaled) * wgs * rb * tokens / 512, 0.23 * wgs * rb
+        if tokens >= 128:
+            products *= alone if wgs * rb == 1 else 1.125 if tokens * wgs * rb == 256 else 1.0
+            products *= 1.0 if tokens in (128, 256) else 1.1
+            least = (64 * wgs * rb + tokens) / 860  # both operands come from L2, 110 KB in a microsecond
+        return max(least, products) + 0.0002 * tokens
+
+    tiles = [tile for tile in _DIRECT_TILES if tall or tile != (128, 2, 2)]
+    return replace(_S8, units={tile: unit(*tile) for tile in tiles}, pair=1.5, scattered=1.4)
 
 
 _SMALL_F16 = {  # resident rows -> fitted to measurements on H200: 231 of 17 weights up to 8 tokens, 6 % rms, the
@@ -154,10 +165,10 @@ COSTS: Mapping[str, Costs] = {
     "f16 post": Costs(_F16, _F16_PAIRS, _F16, _SMALL_F16),
     "s8 integer": Costs(_S8, _S8_PAIRS, _S8, _SMALL_S8),
     "e4m3 post": Costs(_E4M3, _E4M3, _E4M3_EXPERTS, _SMALL_S8),
-    "s8 direct": Costs(*[_direct(0.0)] * 3, _SMALL_S8),
-    "e4m3 fast": Costs(*[_direct(0.0)] * 3, _SMALL_S8),
-    "e4m3 promoted": Costs(*[_direct(0.08)] * 3, _SMALL_S8),
-    "e4m3 block": Costs(*[_direct(0.15)] * 3, _SMALL_S8),
+    "s8 direct": Costs(*[_direct(0.0, 1.1)] * 3, _SMALL_S8),
+    "e4m3 fast": Costs(*[_direct(0.0, 1.1)] * 3, _SMALL_S8),
+    "e4m3 promoted": Costs(*[_direct(0.1, 1.5)] * 3, _SMALL_S8),
+    "e4m3 block": Costs(*[_direct(0.6, 1.4, tall=True)] * 3, _SMALL_S8),
     "s4_s8 block": Costs(_SCALED_BLOCKS, _SCALED_BLOCKS, _SCALED_BLOCKS, _SMALL_BLOCKS),
     "s4_s8 integer": Costs(_BLOCKS, _BLOCKS, _BLOCKS, _SMALL_BLOCKS),
 }

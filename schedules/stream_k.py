@@ -191,7 +191,8 @@ def _of_measured(problem: Gemm, target: Target, m: int, widths: Sequence[int], m
         spills = tile == (64, 3, 2) and problem.groups_per_128 > 1
         if tile[0] not in widths or (wide and (spills or (tile in _COOL and m > 128))):
             continue
-        raster = tile_costs.raster(-(-top // tile[0]), problem.row_blocks, target) if clustered else 8
+        walks = clustered and problem.weight != problem.activations  # bytes by bytes were faster with 8
+        raster = tile_costs.raster(-(-top // tile[0]), problem.row_blocks, target) if walks else 8
         s = fitted(of_tile(problem, tile, raster), problem, target)
         found += [s] if tile in costs.tiles.units else []
         found += filter(None, [clustered and may_pair and pairs(s, problem, target, top)])

@@ -57,6 +57,8 @@ class TileCosts:
         traffic: time of the bytes, as a multiple of what 88.5 % of the datasheet's bandwidth takes.
         busy: how much faster a unit is where hardly any other SM works.
         units: tile -> 128 k of it, of tiles that were measured.
+        scattered: time of a unit of shared tiles, as a multiple, where a CTA has less than two whole ones besides:
+            each walks elsewhere along k. None: as in a later wave.
     """
 
     start: float
@@ -73,6 +75,7 @@ class TileCosts:
     traffic: float
     busy: float
     units: Mapping[Tile, float]
+    scattered: float | None = None
 
     def unit(self, tile: Tile) -> float:
         """128 k of a tile; one that was not measured costs what its neighbours do, by rows and by tokens."""
@@ -105,7 +108,10 @@ class TileCosts:
         area = 64 * warpgroups * row_blocks * tokens / _AREA
         shared, grid = part.shared, part.grid
         whole = -(-(tiles - shared) // grid)
-        busiest = -(-shared * units // grid) * (slow if whole else 1) + whole * units
+        apart = slow if whole else 1
+        if self.scattered and whole < 2 and tiles > grid:
+            apart = self.scattered
+        busiest = -(-shared * units // grid) * apart + whole * units
         loop = busiest * self.unit(tile) * (1 + self.busy * (min(grid / slots, 1) - 1))
         if cluster > 1 and part == Partition(tiles * cluster, tiles):
             tail = self.pair + self.pair_area * area

@@ -37,6 +37,8 @@ ODD = ((1000, 1096), (64, 128), (200, 136), (129280, 7168))
 TARGETS = ("sm_80", "sm_89", "sm_90a")
 FEW = ((4096, 4096), (28672, 4096), (4096, 14336), (8192, 28672), *ODD[:2])
 """Shapes of the settings that vary one thing."""
+_WITHOUT = {"w4a8_fp8": ("sm_80",), "w8a8": ("sm_80", "sm_89"), "w8a8_fp8": ("sm_80", "sm_89")}
+"""Operator -> targets without a program of it."""
 Lines = Iterator[str]
 
 
@@ -50,7 +52,7 @@ def groups() -> Iterator[tuple[str, Callable[[], Lines]]]:
             if name.endswith("_grouped"):
                 if target == "sm_90a" or name in ("w4a16_grouped", "w4a8_grouped"):
                     yield f"{name} {target}{_text(settings)}", partial(_chosen, name, settings, target, experts)
-            elif name != "w4a8_fp8" or target != "sm_80":
+            elif target not in _WITHOUT.get(name, ()):
                 wide = every if "plain" in settings else FEW
                 yield f"{name} {target}{_text(settings)}", partial(_chosen, name, settings, target, wide)
         for name in _names(target):
@@ -64,7 +66,7 @@ def _names(target: str) -> list[str]:
     return [
         name
         for name in names
-        if target == "sm_90a" or not (name.endswith("_grouped") or (name == "w4a8_fp8" and target == "sm_80"))
+        if target == "sm_90a" or not (name.endswith("_grouped") or target in _WITHOUT.get(name, ()))
     ]
 
 
@@ -84,6 +86,9 @@ def _settings() -> Iterator[tuple[str, dict]]:
         yield f"w4a8_fp8{suffix}", {"group": 32}
     for form in WEIGHTS.values():
         yield from ((f"{form.operator}{suffix}", {}) for suffix in ("", "_grouped") if form.values)
+    yield "w8a8", {"plain": True}
+    yield "w8a8_fp8", {"plain": True}
+    yield "w8a8_fp8", {"group": 128}
     yield "w4ax", {"plain": True}
     yield "w4ax", {"scales": None}
     yield "w4ax", {"blocks8": 0, "out_dtype": "float32"}
