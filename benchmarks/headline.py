@@ -105,9 +105,8 @@ KINDS: dict[str, Callable[[Mapping[str, Any]], dict[str, Ratios]]] = {
 
 
 def lines(files: Iterable[tuple[Path, Callable[[Mapping[str, Any]], dict[str, Ratios]]]]) -> list[tuple[str, ...]]:
-    """Rows of the table: what, GPU, beside what, and a cell for each size with the fastest of these peers. Where two
-    files have the same of one GPU, the first one says it."""
-    found, told = [], set()
+    """Rows of the table: what, GPU, beside what, and a cell for each size with the fastest of these peers."""
+    found = []
     for path, read in files:
         result = json.loads(path.read_text())
         gpu = result["gpu"].removeprefix("NVIDIA ").split()[0]
@@ -117,8 +116,7 @@ def lines(files: Iterable[tuple[Path, Callable[[Mapping[str, Any]], dict[str, Ra
             for size in SIZES:
                 here = [ratios[peer, size] for peer in peers if (peer, size) in ratios]
                 cells.append(f"{min(here):.2f}x" if here else "")
-            if any(cells) and (title, gpu) not in told:
-                told.add((title, gpu))
+            if any(cells):
                 names = ", ".join(dict.fromkeys(NAMES.get(peer, peer) for peer in peers))
                 found.append((f"[{title}]({path.relative_to(path.parents[2]).as_posix()})", gpu, names, *cells))
     return found
