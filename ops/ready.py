@@ -33,7 +33,7 @@ SERVED = ("llama-3.1-8b", "qwen3-8b", "mistral-7b", "qwen2.5-7b", "llama-3.2-3b"
 """Models whose kernels a wheel holds where a program's kernels are made for each shape."""
 EXPERTS = ("mixtral-8x7b", "qwen3-30b-a3b")
 LEFT_OUT = {
-    "w8a8": "its kernels were not measured yet",
+    "w8a8": "no model of the table's has it",
     "w4ax": "research: its activations are mixed in a layer's own proportion",
     "mxfp4": "one model of the table's has it", "w8a16": "the same", "nvfp4": "the same",
 }  # fmt: skip

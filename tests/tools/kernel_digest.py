@@ -56,7 +56,7 @@ def select(patterns: Iterable[str]) -> dict[str, KernelRequest]:
     """label -> request of the kernels of some calls; a label names the call and the kernel, not how it is built."""
     found: dict[str, KernelRequest] = {}
     patterns = tuple(patterns)
-    for label, call in chain(_w4a16(), _small_floats(), _w4a8(), _w4ax(), _attention(), _rows()):
+    for label, call in chain(_w4a16(), _small_floats(), _w8a8(), _w4a8(), _w4ax(), _attention(), _rows()):
         if any(fnmatch.fnmatchcase(label, pattern) for pattern in patterns):
             count: dict[str, int] = {}
             for request in call():
@@ -124,6 +124,17 @@ def _small_floats() -> Calls:
         for target in ("sm_90a", "sm_80"):
             call = partial(family.grouped_requests, N, K, 8, m=16, target=target, **facts)
             yield f"{name} {target} grouped m=16", call
+
+
+def _w8a8() -> Calls:
+    from terrazzo.ops import w8a8
+
+    forms = (("int8", {}), ("e4m3", dict(codes="e4m3")), ("e4m3 blocks", dict(codes="e4m3", block=True)))
+    for name, facts in forms:
+        for m in (64, 1024):
+            call = partial(w8a8.kernel_requests, N, K, m=m, dtype=None, out_dtype="bfloat16", target="sm_90a", **facts)
+            yield f"w8a8 {name} sm_90a m={m}", call
+    yield "w8a8 e4m3 blocks sm_90a grouped m=16", partial(w8a8.grouped_requests, N, K, 8, m=16, **facts)
 
 
 def _w4a8() -> Calls:
