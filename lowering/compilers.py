@@ -132,7 +132,7 @@ def set_compiler(path: str | os.PathLike | None) -> Compiler | None:
 
 
 def header_entry() -> str | None:
-    """Which entry of sys.path a compiling process must have first, for the headers of tvm-ffi.
+    """Which entry of sys.path a compiling process must import tvm-ffi from, for its headers: see `import_tvm_ffi`.
 
     "" where they are found as it is, None where they are nowhere.
 
@@ -146,13 +146,24 @@ def header_entry() -> str | None:
     return next((entry for entry in sys.path if entry and _has_headers(Path(entry, "tvm_ffi"), version)), None)
 
 
+def import_tvm_ffi(entry: str) -> None:
+    """Import tvm-ffi from an entry that does not stay on sys.path: what lies beside it may be of other versions."""
+    with contextlib.suppress(ImportError):
+        import torch  # noqa: F401  tvm-ffi imports it
+    sys.path.insert(0, entry)  # its library is looked for beside its metadata
+    try:
+        import tvm_ffi  # noqa: F401
+    finally:
+        sys.path.remove(entry)
+
+
 def _has_headers(folder: Path, version: str | None) -> bool:
-    """Whether a tvm-ffi has headers, of this version unless it is None."""
+    """Whether a tvm-ffi has headers, of the release of this version unless it is None."""
     header = folder / "include" / "tvm" / "ffi" / "c_api.h"
     if not header.is_file() or not (folder / "include" / "dlpack").is_dir():
         return False
     numbers = re.findall(r"#define\s+TVM_FFI_VERSION_(?:MAJOR|MINOR|PATCH)\s+(\d+)", header.read_text())
-    return version is None or ".".join(numbers) == version
+    return version is None or numbers == re.findall(r"\d+", version)[:3]  # 0.1.12.post1 has the headers of 0.1.12
 
 
 def compiler() -> Compiler:

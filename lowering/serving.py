@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from terrazzo.lowering import compilers
 from terrazzo.lowering.errors import TerrazzoError
 from terrazzo.lowering.kernels import compile_request
 from terrazzo.lowering.request import KernelRequest
@@ -34,11 +35,17 @@ def _end_with_parent() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def serve() -> None:
-    """The worker process: answer requests. Whatever a builder prints goes to stderr."""
+def serve(headers: str = "") -> None:
+    """The worker process: answer requests. Whatever a builder prints goes to stderr.
+
+    Args:
+        headers: entry of sys.path with the tvm-ffi whose headers compile, "" for the first one.
+    """
     threading.Thread(target=_end_with_parent, daemon=True).start()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    if headers:
+        compilers.import_tvm_ffi(headers)
     for message in _lines():
         if message["folder"] not in (None, *sys.path):
             sys.path.append(message["folder"])

@@ -28,7 +28,7 @@ from terrazzo.lowering.request import KernelRequest
 DEADLINE_S = 900.0
 IDLE_S = 600.0
 """A process that waits for its next request so long ends by itself."""
-_SERVE = f"from {__package__}.serving import serve; serve()"
+_SERVE = f"from {__package__}.serving import serve; serve"
 _KINDS = {kind.__name__: kind for kind in (CacheError, CompileError, ToolchainError)}
 _idle: list[WorkerProcess] = []
 _idle_lock = threading.Lock()
@@ -92,12 +92,12 @@ class WorkerProcess:
     def _start(self) -> None:
         if self.python is None:
             # the path replaces what `-c` and the environment made of it, before anything else is imported
-            code, arguments = f"import sys; sys.path[:] = sys.argv[1:]; {_SERVE}", search_path()
-            if entry := compilers.header_entry():
-                arguments.insert(0, os.path.abspath(entry))
+            code = f"import sys; sys.path[:] = sys.argv[2:]; {_SERVE}(sys.argv[1])"
+            entry = compilers.header_entry()
+            arguments = [os.path.abspath(entry) if entry else "", *search_path()]
             command, environment = [sys.executable, "-c", code, *arguments], {**os.environ, compilers.VARIABLE: ""}
         else:
-            command, environment = [self.python, "-c", compilers.START + _SERVE], compilers.clean_environment()
+            command, environment = [self.python, "-c", f"{compilers.START}{_SERVE}()"], compilers.clean_environment()
         # a relative cache is this process's, which may have changed its folder since
         environment |= {"TERRAZZO_CACHE_DIR": str(cache_root()), "CUDA_VISIBLE_DEVICES": ""}
         with contextlib.suppress(OSError):  # the process says better what is wrong with the usual folder

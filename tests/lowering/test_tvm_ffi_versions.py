@@ -102,6 +102,16 @@ def slimmed(tmp_path, monkeypatch) -> Path:
     return slim.parent
 
 
+def headers(package: Path, version: str) -> None:
+    """Headers of tvm-ffi that say nothing but their release."""
+    folder = package / "include"
+    (folder / "dlpack").mkdir(parents=True)
+    (folder / "tvm" / "ffi").mkdir(parents=True)
+    numbers = zip(("MAJOR", "MINOR", "PATCH"), version.split("."))
+    lines = [f"#define TVM_FFI_VERSION_{part} {number}" for part, number in numbers]
+    (folder / "tvm" / "ffi" / "c_api.h").write_text("\n".join(lines))
+
+
 def test_a_tvm_ffi_without_headers_leaves_them_to_one_behind_it(cache_dir, slimmed):
     """An engine's environment is often slimmed; its packages stand first on the path."""
     assert package_folder("tvm_ffi") == slimmed / "tvm_ffi"
@@ -109,16 +119,30 @@ def test_a_tvm_ffi_without_headers_leaves_them_to_one_behind_it(cache_dir, slimm
     assert (compile_request(request_for("scale")) / "kernel.so").is_file()
 
 
+def test_a_worker_takes_nothing_but_tvm_ffi_from_behind(cache_dir, slimmed, tmp_path, monkeypatch):
+    """The complete one may lie in another environment, whose other packages are of other versions."""
+    behind = tmp_path / "behind"
+    behind.mkdir()
+    real = [entry for entry in sys.path if Path(entry, "tvm_ffi", "include").is_dir()]
+    (behind / "tvm_ffi").symlink_to(Path(real[0], "tvm_ffi"))
+    for name in ("terrazzo", "torch", "tilelang"):
+        (behind / f"{name}.py").write_text(f"raise ImportError('not this {name}')")
+    monkeypatch.setattr(compilers, "header_entry", lambda: str(behind))
+    request = request_for("scale")
+    assert compile_request(request).name == request.cache_key(compilers.toolchain())
+
+
+@pytest.mark.parametrize(("version", "fits"), [("0.1.12", True), ("0.1.12.post1", True), ("0.1.1", False)])
+def test_headers_fit_every_version_of_their_release(tmp_path, version, fits):
+    headers(tmp_path, "0.1.12")
+    assert compilers._has_headers(tmp_path, version) == fits
+
+
 @pytest.mark.parametrize("version", [None, "0.2.0"])
 def test_headers_that_are_nowhere_are_named_as_missing(slimmed, tmp_path, monkeypatch, version):
     """Or only those of another release than the one that is imported."""
     if version is not None:
-        folder = tmp_path / "other" / "tvm_ffi" / "include"
-        (folder / "dlpack").mkdir(parents=True)
-        (folder / "tvm" / "ffi").mkdir(parents=True)
-        numbers = zip(("MAJOR", "MINOR", "PATCH"), version.split("."))
-        lines = [f"#define TVM_FFI_VERSION_{part} {number}" for part, number in numbers]
-        (folder / "tvm" / "ffi" / "c_api.h").write_text("\n".join(lines))
+        headers(tmp_path / "other" / "tvm_ffi", version)
     real = [entry for entry in sys.path if Path(entry, "tvm_ffi", "include").is_dir()]
     monkeypatch.setattr(sys, "path", [*(e for e in sys.path if e not in real), str(tmp_path / "other")])
     monkeypatch.setattr(compilers.local, "toolchain", lambda: Toolchain("0.1.15", "0.1.12", "13.0", "13.0"))
