@@ -227,6 +227,9 @@ def answering(plan: Plan, device: torch.device) -> KernelRequest:
         loaded = kernels.loaded(own)
         if loaded is not None and loaded.warm_on(device):
             return own
+        standing = kernels.loaded(stand_in)
+        if standing is None or not standing.warm_on(device):
+            return stand_in  # which is refused: it cannot be captured either
         said = f"a CUDA graph keeps a slower kernel of {own.name}, as the one for its shape was not launched before it"
         remedy = "call terrazzo.prepare(model, tokens) and then the layer, or set TERRAZZO_BACKGROUND=0"
         warnings.warn(f"{said}; {remedy}", RuntimeWarning, stacklevel=2)

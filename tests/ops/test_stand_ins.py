@@ -140,9 +140,21 @@ def test_a_capture_keeps_to_the_stand_in_and_the_next_call_changes(house):
 
 def test_a_capture_without_a_call_before_is_refused(house):
     house.capturing = True
-    with pytest.raises(CaptureError, match="never launched"):
+    with warnings.catch_warnings(), pytest.raises(CaptureError, match="never launched"):
+        warnings.simplefilter("error")  # no graph keeps what is not launched
         house.call()
     assert not house.kept and not house.submitted
+
+
+def test_a_stand_in_that_is_loaded_and_was_never_launched_is_refused_without_a_warning(house):
+    house.kernel(STAND_IN)
+    house.capturing = True
+    with warnings.catch_warnings(), pytest.raises(CaptureError, match="never launched"):
+        warnings.simplefilter("error")
+        house.call()
+    house.kernel(STAND_IN).is_warm = True
+    with pytest.warns(RuntimeWarning, match="a CUDA graph keeps a slower kernel"):
+        assert house.call() == STAND_IN
 
 
 def test_a_kernel_that_does_not_compile_is_warned_of_once(house):
