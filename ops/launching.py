@@ -366,8 +366,8 @@ def targets(packed_for: str | None, device: torch.device, argument: str = "w") -
 def requested_targets(target: Target | str | None) -> tuple[Target, Target]:
     """(the target whose program a call with `target` launches, the GPU that runs it), to compile ahead.
 
-    The GPU is the current one where it runs the target's programs. A Target, and an architecture that no GPU here runs,
-    stand for both.
+    The GPU is the current one where it runs programs of an architecture, and where a device is named as it is. Another
+    device, a Target, and an architecture that no GPU here runs, stand for both.
 
     Raises:
         TargetError: an unknown target, or None without a GPU.
@@ -375,11 +375,14 @@ def requested_targets(target: Target | str | None) -> tuple[Target, Target]:
     at = None if target is None else Target.parse(target)
     if isinstance(target, Target):
         return target, target
+    device = isinstance(target, str) and target != at.arch
     try:
         here = Target.detect()
     except TargetError:
         if at is None:
             raise
+        return at, at
+    if device and at.name != here.name:
         return at, at
     if at is None or at.arch == here.arch:
         return here, here

@@ -65,7 +65,7 @@ def kernel_requests(
         m: numbers of rows; None: any. dtype: of x. limited: whether a `limit` is given, as swiglu_oai's default is.
         smooth: whether a smooth vector is given; by_expert: one for each expert. experts: number of those whose offsets
             are given, 0 for none. activation, layout, numerics, quant, column_scales: as in the call.
-        target: a name is the program's architecture, which the GPU here runs if it can; a Target stands for both.
+        target: an architecture is the program's, which the GPU here runs if it can; a device, a Target stand for both.
 
     Raises:
         ArgumentError: a value that no kernel serves. TargetError: an unknown target.

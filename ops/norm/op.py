@@ -67,7 +67,7 @@ def kernel_requests(
         m: numbers of tokens; None: any. dtype: of x. weight_dtype: of the weight, None for x's.
         post, smooth: whether a `post_weight`, a smooth vector is given. style, numerics,
             quant, also_plain, column_scales: as in the calls.
-        target: a name is the program's architecture, which the GPU here runs if it can; a Target stands for both.
+        target: an architecture is the program's, which the GPU here runs if it can; a device, a Target stand for both.
 
     Raises:
         ArgumentError: a value that no kernel serves. TargetError: an unknown target.

@@ -47,7 +47,7 @@ def kernel_requests(
     Args:
         rotary_dim: None for head_dim. dtype: of qkv. positions: their dtype, "int32" or "int64"; "none" without.
         layout, norm, numerics: as in the call.
-        target: a name is the program's architecture, which the GPU here runs if it can; a Target stands for both.
+        target: an architecture is the program's, which the GPU here runs if it can; a device, a Target stand for both.
 
     Raises:
         ArgumentError: a value that no kernel serves. TargetError: an unknown target.

@@ -261,10 +261,12 @@ def _attention() -> Calls:
 
 def _parts(target: str) -> list[KernelRequest]:
     """A prefill whose CTAs share the past, and what adds it up."""
+    from terrazzo.lowering.targets import Target
     from terrazzo.ops.attention import prefill_op
     from terrazzo.ops.attention.layout import CacheLayout
 
-    found = prefill_op.prefill_requests(CacheLayout("int4", "int4", 128), page=128, fresh=True, target=target)
+    layout, at = CacheLayout("int4", "int4", 128), Target.parse(target)
+    found = prefill_op.prefill_requests(layout, page=128, fresh=True, target=at)
     parted = [it for it in found if "split" in dict(it.params)]
     return [parted[0], next(it for it in found if it.name == "attention.prefill_merge")]
 
@@ -310,20 +312,22 @@ def _warpgroups(formats: str, page: int, residual: int) -> list[KernelRequest]:
 
 
 def _rows() -> Calls:
+    from terrazzo.lowering.targets import Target
     from terrazzo.ops import activation, norm, rope
 
-    for target in ("sm_80", "sm_90a"):
+    hopper = Target.parse("sm_90a")  # a name would ask what GPU is here
+    for target in (Target.parse("sm_80"), hopper):
         for m in (1, 1024):
             for quant in (None, "int8"):
                 facts = dict(m=m, target=target, quant=quant)
-                yield f"norm {target} {quant} m={m}", partial(norm.kernel_requests, 4096, **facts)
-                yield f"activation {target} {quant} m={m}", partial(activation.kernel_requests, 14336, **facts)
-        yield f"rope {target}", partial(rope.kernel_requests, 128, target=target)
-    facts = dict(m=1024, target="sm_90a", quant="e4m3_block128", dtype="bfloat16")
+                yield f"norm {target.arch} {quant} m={m}", partial(norm.kernel_requests, 4096, **facts)
+                yield f"activation {target.arch} {quant} m={m}", partial(activation.kernel_requests, 14336, **facts)
+        yield f"rope {target.arch}", partial(rope.kernel_requests, 128, target=target)
+    facts = dict(m=1024, target=hopper, quant="e4m3_block128", dtype="bfloat16")
     yield "norm sm_90a sandwich blocks", partial(norm.kernel_requests, 3584, style="gemma", post=True, **facts)
     facts |= dict(activation="swiglu_oai", layout="interleaved", numerics="model")
     yield "activation sm_90a gpt-oss blocks", partial(activation.kernel_requests, 2880, **facts)
-    facts = dict(target="sm_90a", norm="llama", numerics="model", positions="int64")
+    facts = dict(target=hopper, norm="llama", numerics="model", positions="int64")
     yield "rope sm_90a qwen 3", partial(rope.kernel_requests, 128, **facts)
 
 

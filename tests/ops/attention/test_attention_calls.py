@@ -313,6 +313,9 @@ def test_a_target_is_the_gpus_own_or_runs_as_ptx(monkeypatch):
         assert launching.requested_targets("sm_89") == (Target.parse("sm_89"),) * 2  # to compile for another machine
         assert launching.requested_targets("sm_80") == (Target.parse("sm_80"), H200)
         assert launching.requested_targets(l40s) == (l40s, l40s)
+        assert launching.requested_targets("sm_90a") == (H200, H200)
+        for other in ("nvidia/nvidia-h100", "nvidia/nvidia-a100"):  # not what is here, though H200 runs its programs
+            assert launching.requested_targets(other) == (Target.parse(other),) * 2
     finally:
         launching.detect.cache_clear()
 
