@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import attention_cases
 import attention_write_cases
+import line_tables
 import oracles
 import prefill_cases
 import torch
@@ -62,9 +63,9 @@ class Watched:
         return module.canonical(case.spec, *integer, case.seed).to("cpu").pack(target=self.target).to(DEVICE)
 
     def requests(self) -> list:
-        """The kernels that this case launches."""
+        """The kernels that this case launches, with line tables."""
         with self.forced():
-            return self._requests()
+            return [line_tables.lined(request) for request in self._requests()]
 
     def _requests(self) -> list:
         case = self.case
@@ -209,6 +210,7 @@ def planted() -> None:
 
 
 def main(name: str, say: Callable[[str], None] = lambda text: print(text, flush=True)) -> None:
+    line_tables.line_all()
     oracles.DEVICE = w4a8_oracles.DEVICE = w4ax_cases.HOME = w4a8_fp8_oracles.HOME = "cpu"
     if name == PLANTED.name:
         planted()
