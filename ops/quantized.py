@@ -160,7 +160,9 @@ def check_quant(quant: str | None, column_scales: bool) -> None:
     """Raise ArgumentError unless activations have this form, or None, and scales for columns only in blocks."""
     if quant is not None and quant not in QUANTS:
         raise ArgumentError("quant", quant, f"must be None or one of {QUANTS}", "use int8")
-    if type(column_scales) is not bool or (column_scales and not str(quant).endswith("block128")):
+    if type(column_scales) is not bool:
+        raise ArgumentError("column_scales", column_scales, "must be True or False", "leave it out")
+    if column_scales and not str(quant).endswith("block128"):
         constraint = "must be False where there are no scales of blocks"
         raise ArgumentError("column_scales", column_scales, constraint, "leave it out, or quantize by blocks of 128")
 

@@ -65,6 +65,18 @@ def codes_for(q: torch.Tensor, quant: str | None, smooth: torch.Tensor | None, c
     """Room for codes of the outputs of q [..., Hq, D], a row of Hq D values for each token; None without `quant`.
 
     Raises:
+        ArgumentError: see `check`.
+    """
+    coding = check(q, quant, smooth, column_scales)
+    if coding is None:
+        return None
+    return Codes(coding, coding.room(q), None if smooth is None else row_calls.inverse_of(smooth))
+
+
+def check(q: torch.Tensor, quant: str | None, smooth: torch.Tensor | None, column_scales: bool) -> Coding | None:
+    """The form that a call on q asks for.
+
+    Raises:
         ArgumentError: see `coding_of`; a smooth vector that is not float [Hq D] on q's device.
     """
     coding = coding_of(quant, smooth is not None, column_scales)
@@ -74,7 +86,7 @@ def codes_for(q: torch.Tensor, quant: str | None, smooth: torch.Tensor | None, c
         raise ArgumentError("q", list(q.shape), "must be [B, q_len, Hq, D] or, for one token, [B, Hq, D]", "reshape it")
     if smooth is not None:
         row_calls.check_vector(smooth, "smooth", (q.shape[-2] * q.shape[-1],), q.device)
-    return Codes(coding, coding.room(q), None if smooth is None else row_calls.inverse_of(smooth))
+    return coding
 
 
 def encoded(

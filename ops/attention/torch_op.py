@@ -26,7 +26,7 @@ def _cache(
 def call_decode(q, cache, scale, softcap, window, sinks, quant=None, smooth=None, column_scales=False):
     """`decode` as one opaque node of a graph: (out, lse), and with `quant` q, scales and row sums of the codes."""
     facts = (*_fields(cache), scale, softcap, window, sinks)
-    if quant is None:
+    if quant is None and smooth is None and not column_scales:
         return torch.ops.terrazzo.attention_decode(q, *facts)
     return torch.ops.terrazzo.attention_decode_quantized(q, *facts, quant, smooth, column_scales)
 
@@ -115,7 +115,7 @@ def attention_decode_quantized(
     softcap: float,
     window: int,
     sinks: torch.Tensor | None,
-    quant: str,
+    quant: str | None,
     smooth: torch.Tensor | None,
     column_scales: bool,
 ) -> Coded:
@@ -124,6 +124,7 @@ def attention_decode_quantized(
 
     cache = _cache(pages, lengths, block_table, residual, slots, k_static, v_static, k_format, v_format, head_dim,
                    sink_tokens, page_size, max_length, mean_length)  # fmt: skip
+    codes.check(q, quant, smooth, column_scales)
     if q.is_cuda:
         made = codes.codes_for(q, quant, smooth, column_scales)
         out, lse = op.run(q, cache, scale=scale, softcap=softcap, window=window, sinks=sinks, codes=made)
@@ -142,11 +143,13 @@ def _five(out: torch.Tensor, lse: torch.Tensor, made) -> Coded:
 
 @attention_decode_quantized.register_fake
 def _(q, *cache_and_options):
+    from terrazzo.ops import quantized
     from terrazzo.ops.attention import codes
 
     *_, quant, smooth, column_scales = cache_and_options
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    made = codes.Coding(quant, smooth is not None, column_scales).room(q)
+    known = quant if quant in quantized.QUANTS else "int8"  # another form is refused by the node itself
+    made = codes.Coding(known, smooth is not None, column_scales).room(q)
     return _five(out, q.new_empty(q.shape[:3], dtype=torch.float32), made)
 
 

@@ -48,10 +48,12 @@ def test_a_node_of_a_graph_has_the_codes_of_its_output(cache, quant, columns):
     assert quant != "int8" or torch.equal(made.row_sums, made.q.sum(1, dtype=torch.int32))
 
 
-@pytest.mark.parametrize(
+BAD_CODES = pytest.mark.parametrize(
     "words, options",
     [
         ("quant = 'int4'.*must be None or one of", dict(quant="int4")),
+        ("column_scales = 'yes'.*must be True or False", dict(quant="int8_block128", column_scales="yes")),
+        ("column_scales = 1.*must be True or False", dict(column_scales=1)),
         ("smooth = 'given'.*pass quant", dict(smooth=torch.ones(384))),
         ("column_scales = True", dict(quant="int8", column_scales=True)),
         ("column_scales = True", dict(column_scales=True)),
@@ -59,6 +61,18 @@ def test_a_node_of_a_graph_has_the_codes_of_its_output(cache, quant, columns):
         ("smooth = .*must be", dict(quant="int8", smooth=torch.ones(384, dtype=torch.int32))),
     ],
 )
+
+
+@BAD_CODES
+def test_a_compiled_call_refuses_bad_codes(cache, words, options):
+    call = lambda q: decode(q, cache, **options)
+    torch._dynamo.reset()
+    kind = ArgumentError if type(options.get("column_scales", True)) is bool else Exception  # torch's, of another type
+    with torch.no_grad(), pytest.raises(kind, match=words if kind is ArgumentError else "column_scales"):
+        torch.compile(call, backend="eager", fullgraph=True)(torch.zeros(3, 1, 6, 64, dtype=torch.float16))
+
+
+@BAD_CODES
 def test_bad_codes_are_refused_on_any_device(cache, words, options):
     with pytest.raises(ArgumentError, match=words):
         decode(torch.zeros(3, 1, 6, 64, dtype=torch.float16), cache, **options)
