@@ -236,11 +236,26 @@ def _names(kind: type) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind))
 
 
-def check_traced(x: Any, held: Any, k: int, offsets: Any) -> None:
-    """What traced calls are asked, and those whose x (tensor `held`) is no plain tensor: the rest is an opaque node."""
-    launching.check_tensor(held, "x", f"[M, {k}]")
-    check_rows(x.shape, k)
-    launching.check_tensor(offsets, "expert_offsets", "int32 [E + 1]")
+def check_traced(
+    x: Any, held: Any, w: GroupedWeight, offsets: Any, bias: Any, bias_dtype: torch.dtype | None = None
+) -> None:
+    """What traced calls are asked, and those whose x (tensor `held`) is no plain tensor: the rest is an opaque node.
+
+    `bias_dtype` None accepts any float.
+    """
+    import torch
+
+    launching.check_tensor(held, "x", f"[M, {w.k}]")
+    launching.check_no_grad(held, "grouped_gemm")
+    check_rows(x.shape, w.k)
+    launching.check_tensor(offsets, "expert_offsets", f"int32 [{w.stacked.words.shape[0] + 1}]")
+    if torch.compiler.is_compiling():
+        return  # the node checks the rest: torch.compile hides the words of an error that it meets
+    if held is x:
+        check_dtype(x)
+    check_offsets(offsets, len(w), held.device)
+    if bias is not None:
+        check_bias(bias, len(w), w.n, bias_dtype, held.device)
 
 
 def check_rows(shape: Sequence[int], k: int) -> None:

@@ -555,6 +555,14 @@ def check_bias(bias: Any, n: int, dtype: torch.dtype | None, device: torch.devic
         )
 
 
+def check_sums_bias(out_dtype: torch.dtype | None) -> None:
+    """Raise ArgumentError where the output beside a bias is raw sums."""
+    import torch
+
+    if out_dtype == torch.int32:
+        raise ArgumentError("bias", "given", "cannot be added to int32 sums", "ask for float16 or bfloat16")
+
+
 def may_keep(device: torch.device) -> bool:
     """Whether what a device computes now may serve later calls: in a capture it has no value before the replay."""
     import torch

@@ -159,9 +159,7 @@ def _prepare(key: tuple, x: torch.Tensor) -> tuple:
     import torch
 
     m, k, _, index, no_smooth, no_norm, target, codes = key
-    dtype = weights.dtype_name(x)
-    if dtype not in DTYPES:
-        raise ArgumentError("x", dtype, "must be float16 or bfloat16", "cast the activations")
+    dtype = check_dtype(x)
     launching.check_tokens(m)
     if not x.is_cuda:
         raise ArgumentError("x", str(x.device), "must be on a CUDA device", "move it, or use the torch reference")
@@ -189,6 +187,22 @@ def _gain(
         return found
     import torch
 
+    check_vectors(smooth, rms_weight, k, device)
+    rest = padded(k) - k if k % program.VECTOR else 0
+    make = lambda: torch.nn.functional.pad(activation_gain(smooth, rms_weight), (0, rest))
+    return derived.keep(owner, key, state, make, (other,))
+
+
+def check_dtype(x: torch.Tensor) -> str:
+    """Name of x's dtype, ArgumentError unless kernels quantize it."""
+    dtype = weights.dtype_name(x)
+    if dtype not in DTYPES:
+        raise ArgumentError("x", dtype, "must be float16 or bfloat16", "cast the activations")
+    return dtype
+
+
+def check_vectors(smooth: torch.Tensor | None, rms_weight: torch.Tensor | None, k: int, device: torch.device) -> None:
+    """Raise ArgumentError unless each is None, or float [K] on a device."""
     for name, vector in (("rms_weight", rms_weight), ("smooth", smooth)):
         if vector is None:
             continue
@@ -198,9 +212,6 @@ def _gain(
             raise ArgumentError(
                 name, seen, f"must be a float vector [{k}] on {device}", "pass a value for each channel"
             )
-    rest = padded(k) - k if k % program.VECTOR else 0
-    make = lambda: torch.nn.functional.pad(activation_gain(smooth, rms_weight), (0, rest))
-    return derived.keep(owner, key, state, make, (other,))
 
 
 def _check_out(out: QuantizedActivations, shape: tuple[int, ...], device: torch.device, codes: str) -> None:

@@ -81,6 +81,7 @@ def gemm(
             op.check_choices(w.k, raw, dequantization, pipeline)
             if bias is not None:
                 launching.check_bias(bias, w.n, None, held.device)
+                launching.check_sums_bias(out_dtype)
             return launching.copy_out(out, torch_op.call(x, w, bias, out_dtype, dequantization, pipeline))
     if held is x:
         if x.requires_grad:
@@ -132,14 +133,15 @@ def grouped_gemm(
     if launching.is_traced(held):
         from terrazzo.ops.w4a8 import torch_op
 
-        grouped.check_traced(x, held, w.k, expert_offsets)
-        launching.check_no_grad(held, "grouped_gemm")
+        grouped.check_traced(x, held, w, expert_offsets, bias)
         if held is not x:
             op.check_codes(x, w.stacked)
-        op.dequantization_of(w.stacked, dequantization)
+        if not torch.compiler.is_compiling():
+            dtype = out_dtype or (held.dtype if held is x else torch.float16)
+            grouped_op.check_choices(w, bias, dtype, dequantization)
         return launching.copy_out(out, torch_op.call_grouped(x, w, expert_offsets, bias, out_dtype, dequantization))
+    launching.check_tensor(held, "x", f"[M, {w.k}], or QuantizedActivations of w4a8")
     if held is x:
-        launching.check_tensor(x, "x", f"[M, {w.k}], or QuantizedActivations of w4a8")
         launching.check_no_grad(x, "grouped_gemm")
         grouped.check_dtype(x)
         out_dtype = out_dtype or x.dtype

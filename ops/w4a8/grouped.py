@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import derived, grouped, launching
@@ -148,18 +147,23 @@ def check(
     grouped.check_once(w)
     grouped.check_rows(shape, w.k)
     launching.check_tokens(shape[0])
+    check_choices(w, bias, out_dtype, dequantization)
+    grouped.check_offsets(expert_offsets, len(w), device)
+    if bias is not None:
+        grouped.check_bias(bias, len(w), w.n, None, device)
+    if out is not None:
+        launching.check_out(out, (shape[0], w.n), out_dtype, device)
+
+
+def check_choices(w: GroupedWeight, bias: torch.Tensor | None, out_dtype: torch.dtype, dequantization: str) -> None:
+    """What a call is asked that needs no look at tensors."""
     op.check_types(out_dtype, dequantization=dequantization)
     raw = str(out_dtype).removeprefix("torch.")
     op.check_choices(w.k, raw, dequantization, "imfp")
     if op.dequantization_of(w.stacked, dequantization) == E4M3:
         fp8_problem.check_out_dtype(raw)
-    grouped.check_offsets(expert_offsets, len(w), device)
     if bias is not None:
-        grouped.check_bias(bias, len(w), w.n, None, device)
-        if raw == "int32":
-            raise ArgumentError("bias", "given", "cannot be added to int32 sums", "ask for float16 or bfloat16")
-    if out is not None:
-        launching.check_out(out, (shape[0], w.n), out_dtype, device)
+        launching.check_sums_bias(out_dtype)
 
 
 def multiply(

@@ -57,6 +57,8 @@ def w4a8_quantize(
     from terrazzo.ops.w4a8 import activations, reference
 
     if not x.is_cuda:
+        activations.check_dtype(x)
+        activations.check_vectors(smooth, rms_weight, x.shape[-1], x.device)
         q, scales, sums = reference.quantize_activations(x.flatten(0, -2), smooth, rms_weight, eps)
         return torch.nn.functional.pad(q, (0, padded(x.shape[-1]) - x.shape[-1])), scales, sums
     made = activations.run(x, smooth, rms_weight, eps, None, target or None)
@@ -78,6 +80,8 @@ def w4a8_fp8_quantize(
     from terrazzo.ops.w4a8 import activations, fp8_reference
 
     if not x.is_cuda:
+        activations.check_dtype(x)
+        activations.check_vectors(smooth, rms_weight, x.shape[-1], x.device)
         q, scales = fp8_reference.quantize_activations(x.flatten(0, -2), smooth, rms_weight, eps)
         rest = q.new_zeros(len(q), padded(x.shape[-1]) - x.shape[-1])
         return torch.cat([q, rest], dim=1), scales
@@ -199,6 +203,7 @@ def w4a8_grouped_gemm(
 
     w = GroupedWeight(PackedWeight(words, channel_scales, n, k, group_size, layout, None, None, target or None))
     if not q.is_cuda:
+        grouped.check((len(q), k), q.device, w, expert_offsets, bias, None, out_dtype, dequantization)
         rows = torch.arange(len(q), device=q.device)
         product = lambda at, one, b: reference.forward(q[at, :k], scales[at], one, b, out_dtype)
         return w.reference(product, rows, expert_offsets, bias)
@@ -233,6 +238,7 @@ def w4a8_fp8_grouped_gemm(
     stacked = fp8_format.PackedWeight(words, channel_scales, n, k, group_size, layout, None, None, target or None)
     w = GroupedWeight(stacked)
     if not q.is_cuda:
+        grouped.check((len(q), k), q.device, w, expert_offsets, bias, None, out_dtype, "auto")
         rows = torch.arange(len(q), device=q.device)
         product = lambda at, one, b: fp8_reference.gemm(q[at, :k], scales[at], one, b).to(out_dtype)
         return w.reference(product, rows, expert_offsets, bias)

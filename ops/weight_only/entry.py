@@ -105,8 +105,7 @@ def grouped_gemm(
     if launching.is_traced(x):
         from terrazzo.ops.weight_only import torch_op
 
-        grouped.check_traced(x, x, w.k, expert_offsets)
-        launching.check_no_grad(x, "grouped_gemm")
+        grouped.check_traced(x, x, w, expert_offsets, bias, x.dtype)
         op.check_numerics(numerics, w.stacked.weight)
         return launching.copy_out(out, torch_op.call_grouped(x, w, expert_offsets, bias, numerics))
     return grouped_op.run(x, w, expert_offsets, bias, out, numerics)

@@ -156,21 +156,13 @@ def run(
     """The eager path of `grouped_gemm`."""
     import torch
 
-    grouped.check_once(w)
-    grouped.check_rows(x.shape, w.k)
-    launching.check_no_grad(x, "grouped_gemm")
-    grouped.check_dtype(x)
+    check(x, w, expert_offsets, bias, numerics)
     experts, m, n, s = len(w), x.shape[0], w.n, w.stacked
-    grouped.check_offsets(expert_offsets, experts, x.device)
-    if bias is not None:
-        grouped.check_bias(bias, experts, n, x.dtype, x.device)
     read = not w.k % 8 and x.is_contiguous() and not x.data_ptr() % 16  # else a copy of it
     if out is not None:
         launching.check_out(out, (m, n), x.dtype, x.device)
         if read and not out.data_ptr() % 16:
             launching.check_apart(out, "out", x=x)
-    op.check_numerics(numerics, s.weight)
-    launching.check_tokens(m)
     if not x.is_cuda or x.device != w.device:
         raise launching.elsewhere(x, w.device)
     if bias is None and s.bias is not None:
@@ -192,6 +184,21 @@ def run(
         semaphores, written, expert_offsets,
     )  # fmt: skip
     return y if written is y else y.copy_(written)
+
+
+def check(
+    x: torch.Tensor, w: GroupedWeight, expert_offsets: torch.Tensor, bias: torch.Tensor | None, numerics: str
+) -> None:
+    """What a call is asked on every device."""
+    grouped.check_once(w)
+    grouped.check_rows(x.shape, w.k)
+    launching.check_no_grad(x, "grouped_gemm")
+    grouped.check_dtype(x)
+    grouped.check_offsets(expert_offsets, len(w), x.device)
+    if bias is not None:
+        grouped.check_bias(bias, len(w), w.n, x.dtype, x.device)
+    op.check_numerics(numerics, w.stacked.weight)
+    launching.check_tokens(x.shape[0])
 
 
 _launchers: dict[tuple, tuple] = {}

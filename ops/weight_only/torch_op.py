@@ -95,6 +95,7 @@ def _register(weight: str, operator: str) -> None:
         )  # fmt: skip
         w = GroupedWeight(stacked)
         if not x.is_cuda:
+            grouped.check(x, w, expert_offsets, bias, numerics)
             return w.reference(lambda rows, one, b: reference.forward(rows, one, b, numerics), x, expert_offsets, bias)
         return grouped.run(x, w, expert_offsets, bias, None, numerics)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from terrazzo.ops import w4a8, w4a16, w4ax
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import w4a8, w4a16, w4ax, w8a8
 from terrazzo.ops.attention import append, decode, pack_cache, prefill, store
 
 X, WEIGHT, GAIN = torch.randn(4, 256).half(), torch.randn(64, 256), torch.ones(256)
@@ -49,3 +50,54 @@ def test_a_call_is_one_graph(name):
     with torch.no_grad():
         torch.compile(call, backend=backend, fullgraph=True)(*arguments)
     assert len(graphs) == 1 and any("terrazzo" in str(node.target) for node in graphs[0].graph.nodes)
+
+
+E4M3_EXPERTS = w8a8.GroupedWeight.stack([w8a8.quantize(WEIGHT, codes="e4m3")] * 3)
+S8_EXPERTS = w8a8.GroupedWeight.stack([w8a8.quantize(WEIGHT)] * 3)
+FP8_EXPERTS = w4a8.GroupedWeight.stack([w4a8.fp8.quantize(WEIGHT, group_size=128)] * 3)
+BIASES = torch.zeros(3, 64)
+BAD_EXPERTS = {
+    "int32 of e4m3": (w8a8, E4M3_EXPERTS, dict(out_dtype=torch.int32), "out_dtype"),
+    "float32": (w8a8, S8_EXPERTS, dict(out_dtype=torch.float32), "out_dtype"),
+    "a bias of int32 sums": (w8a8, S8_EXPERTS, dict(out_dtype=torch.int32, bias=BIASES), "int32 sums"),
+    "a short bias": (w8a8, S8_EXPERTS, dict(bias=BIASES[:2]), "bias"),
+    "offsets int64": (w8a8, S8_EXPERTS, dict(expert_offsets=OFFSETS.long()), "expert_offsets"),
+    "short offsets": (w8a8, E4M3_EXPERTS, dict(expert_offsets=OFFSETS[:3]), "expert_offsets"),
+    "x float32": (w8a8, S8_EXPERTS, dict(x=X.float()), "float16 or bfloat16"),
+    "w4a8 float32": (w4a8, BYTE_EXPERTS, dict(out_dtype=torch.float32), "out_dtype"),
+    "w4a8 int32 of e4m3": (w4a8, FP8_EXPERTS, dict(out_dtype=torch.int32), "out_dtype"),
+    "w4a8 a bias of int32 sums": (w4a8, BYTE_EXPERTS, dict(out_dtype=torch.int32, bias=BIASES), "int32 sums"),
+    "w4a8 short offsets": (w4a8, BYTE_EXPERTS, dict(expert_offsets=OFFSETS[:3]), "expert_offsets"),
+    "w4a8 x float32": (w4a8, BYTE_EXPERTS, dict(x=X.float(), out_dtype=torch.float16), "float16 or bfloat16"),
+    "w4a16 offsets int64": (w4a16, EXPERTS, dict(expert_offsets=OFFSETS.long()), "expert_offsets"),
+    "w4a16 a float32 bias": (w4a16, EXPERTS, dict(bias=BIASES), "bias"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_EXPERTS)
+def test_a_compiled_call_of_experts_refuses_what_an_eager_one_does(name):
+    family, w, options, words = BAD_EXPERTS[name]
+    given = dict(x=X, w=w, expert_offsets=OFFSETS) | options
+    torch._dynamo.reset()
+    with torch.no_grad():
+        for call in (family.grouped_gemm, torch.compile(family.grouped_gemm, backend="eager", fullgraph=True)):
+            with pytest.raises(ArgumentError, match=words):
+                call(**given)
+
+
+@pytest.mark.parametrize(
+    "family, w", [(w8a8, S8_EXPERTS), (w8a8, E4M3_EXPERTS), (w4a8, BYTE_EXPERTS), (w4a16, EXPERTS)]
+)
+def test_compiled_experts_multiply_on_the_cpu(family, w):
+    torch._dynamo.reset()
+    with torch.no_grad():
+        made = torch.compile(family.grouped_gemm, backend="eager", fullgraph=True)(X, w, OFFSETS)
+    assert made.shape == (4, 64) and made.dtype == torch.float16
+    assert torch.nn.functional.cosine_similarity(made.float(), X.float() @ WEIGHT.T).min() > 0.9
+
+
+@pytest.mark.parametrize("family, w", [(w8a8, S8_EXPERTS), (w4a8, BYTE_EXPERTS), (w4a16, EXPERTS)])
+@pytest.mark.parametrize("x", [None, [1, 2], 3.0])
+def test_x_of_experts_must_be_a_tensor(family, w, x):
+    with pytest.raises(ArgumentError, match="must be a torch tensor"):
+        family.grouped_gemm(x, w, OFFSETS)

@@ -69,6 +69,7 @@ def gemm(
             w8_op.numerics_of(w.codes, w.block, False, accumulate)
             if bias is not None:
                 launching.check_bias(bias, w.n, None, held.device)
+                launching.check_sums_bias(out_dtype)
             return launching.copy_out(out, w8_torch_op.call(x, w, bias, out_dtype, accumulate))
     if held is x:
         out_dtype = out_dtype or held.dtype
@@ -120,13 +121,14 @@ def grouped_gemm(
     if launching.is_traced(held):
         from terrazzo.ops.w4a8.w8a8 import torch_op as w8_torch_op
 
-        grouped.check_traced(x, held, w.k, expert_offsets)
-        launching.check_no_grad(held, "grouped_gemm")
-        w8_op.numerics_of(w.stacked.codes, w.stacked.block, False, accumulate)
+        grouped.check_traced(x, held, w, expert_offsets, bias)
+        if not torch.compiler.is_compiling():
+            dtype = out_dtype or (held.dtype if held is x else torch.float16)
+            w8_grouped.check_choices(w, bias, dtype, accumulate)
         return launching.copy_out(out, w8_torch_op.call_grouped(x, w, expert_offsets, bias, out_dtype, accumulate))
+    launching.check_tensor(held, "x", f"[M, {w.k}], or what w8a8.quantize_activations makes")
     launching.check_no_grad(held, "grouped_gemm")
     if held is x:
-        launching.check_tensor(x, "x", f"[M, {w.k}], or what w8a8.quantize_activations makes")
         grouped.check_dtype(x)
     out_dtype = out_dtype or (x.dtype if held is x else torch.float16)
     w8_grouped.check(tuple(x.shape), x.device, w, expert_offsets, bias, out, out_dtype, accumulate)

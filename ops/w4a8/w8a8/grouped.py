@@ -105,23 +105,28 @@ def check(
     accumulate: str,
 ) -> None:
     """What a call is asked before x [M, K] is quantized."""
-    import torch
-
     grouped.check_once(w)
     grouped.check_rows(shape, w.k)
     launching.check_tokens(shape[0])
+    check_choices(w, bias, out_dtype, accumulate)
+    grouped.check_offsets(expert_offsets, len(w), device)
+    if bias is not None:
+        grouped.check_bias(bias, len(w), w.n, None, device)
+    if out is not None:
+        launching.check_out(out, (shape[0], w.n), out_dtype, device)
+
+
+def check_choices(w: GroupedWeight, bias: torch.Tensor | None, out_dtype: torch.dtype, accumulate: str) -> None:
+    """What a call is asked that needs no look at tensors."""
+    import torch
+
     if type(out_dtype) is not torch.dtype:
         raise ArgumentError("out_dtype", out_dtype, "must be a torch.dtype", "write torch.float16")
     raw = str(out_dtype).removeprefix("torch.")
     op.check_out_dtype(raw, w.stacked.codes)
     op.numerics_of(w.stacked.codes, w.stacked.block, False, accumulate)
-    grouped.check_offsets(expert_offsets, len(w), device)
     if bias is not None:
-        grouped.check_bias(bias, len(w), w.n, None, device)
-        if raw == "int32":
-            raise ArgumentError("bias", "given", "cannot be added to int32 sums", "ask for float16 or bfloat16")
-    if out is not None:
-        launching.check_out(out, (shape[0], w.n), out_dtype, device)
+        launching.check_sums_bias(out_dtype)
 
 
 def multiply(

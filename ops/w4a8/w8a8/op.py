@@ -221,8 +221,7 @@ def run(
     m = x.q.shape[0]
     if bias is not None:
         launching.check_bias(bias, n, None, x.device)
-        if out_dtype == torch.int32:
-            raise ArgumentError("bias", "given", "cannot be added to int32 sums", "ask for float16 or bfloat16")
+        launching.check_sums_bias(out_dtype)
         bias = bias.float()
     elif w.bias is not None and out_dtype != torch.int32:
         bias = derived.cast_once(w, "bias", torch.float32)

@@ -166,11 +166,10 @@ def w8a8_grouped_gemm(
     """y [M, n] from quantized activations [M, K16] sorted by expert and the fields of a GroupedWeight."""
     w = GroupedWeight(_weight(words, channel_scales, n, k, codes, block, layout, target))
     x = _activations(q, scales, zeros, k, block)
+    w8_grouped.check((len(q), k), q.device, w, expert_offsets, bias, None, out_dtype, accumulate)
     if not q.is_cuda:
-        w8_op.numerics_of(codes, block, zeros is not None, accumulate)
         product = lambda rows, one, b: w8_reference.forward(x.of_tokens(rows), one, b, out_dtype)
         return w.reference(product, torch.arange(len(q)), expert_offsets, bias)
-    w8_grouped.check((len(q), k), q.device, w, expert_offsets, bias, None, out_dtype, accumulate)
     return w8_grouped.multiply(x, w, expert_offsets, bias, None, out_dtype, accumulate)
 
 
