@@ -16,11 +16,13 @@ from terrazzo.nn.linear import Linear
 from terrazzo.nn.mlp import SparseMLP
 from terrazzo.nn.module import PackedModule
 from terrazzo.ops import attention, launching, model_requests, w8a8
+from terrazzo.ops.grouped import all_tokens
 from terrazzo.ops.model_layers import Linear as Kind
 from terrazzo.ops.model_requests import Serving
+from terrazzo.ops.w4a8.w8a8 import op as w8a8_op
 from torch import nn
 
-_OPERATORS = {"w4a8-e4m3": "w4a8_fp8", "w8a8-e4m3": "w8a8_fp8"}
+_OPERATORS = {"w4a8-e4m3": "w4a8_fp8"}
 DTYPES = ("float16", "bfloat16")
 
 
@@ -61,8 +63,9 @@ def kernel_requests(
     serving = Serving(at, form, m=m)
     for kind, top_k in dict.fromkeys(_kinds(model)):
         made |= dict.fromkeys(model_requests.layer_requests(kind, serving, top_k))
-    for sizes, facts in dict.fromkeys(_of_bytes(model)):
-        made |= dict.fromkeys(w8a8.kernel_requests(*sizes, **dict(facts), m=m, dtype=form, target=at))
+    of_bytes = {f"{it._facts} {top_k}": (it, top_k) for it, top_k in _products(model) if _is_of_bytes(it)}
+    for module, top_k in of_bytes.values():
+        made |= dict.fromkeys(_of_bytes(module, m, top_k, form, at))
     formats = kv or next((it.formats for it in model.modules() if hasattr(it, "formats")), None)
     for facts in dict.fromkeys(_heads(model)) if formats else ():
         options = dict(facts, dtype=form, page=page, target=at, prefill=m is None or max(m) > 1)
@@ -72,38 +75,52 @@ def kernel_requests(
     return list(made | dict.fromkeys(between.requests(model, m, form, at)))
 
 
-def _kinds(model: nn.Module) -> Iterator[tuple[Kind, int]]:
-    """Each layer as `model_requests` knows it, and how many experts a token takes."""
+def _products(model: nn.Module) -> Iterator[tuple[Linear | GroupedLinear, int]]:
+    """Each layer with a weight, and how many experts a token takes."""
     top_k = {id(it.experts): it.top_k for it in model.modules() if isinstance(it, SparseMLP)}
     taken = {id(part): top_k.get(id(it), 1) for it in model.modules() for part in it.children()}
     for module in model.modules():
-        if not isinstance(module, Linear | GroupedLinear) or _is_of_bytes(module):
-            continue
+        if isinstance(module, Linear | GroupedLinear):
+            yield module, taken.get(id(module), 1)
+
+
+def _kinds(model: nn.Module) -> Iterator[tuple[Kind, int]]:
+    """Each layer but those of W8A8 as `model_requests` knows it, and how many experts a token takes."""
+    for module, top_k in _products(model):
         facts = module._facts
+        if _is_of_bytes(module):
+            continue
         operator = _OPERATORS.get(facts["family"], facts["family"])
-        group = 128 if facts.get("block", True) else facts["k"]
         yield (
             Kind(
-                operator, "", facts["n"], facts["k"], facts.get("group_size", group), facts.get("symmetric", False),
+                operator, "", facts["n"], facts["k"], facts.get("group_size", 128), facts.get("symmetric", False),
                 facts.get("scale_dtype", "float32"), module.bias is not None, facts.get("experts", 0),
             ),
-            taken.get(id(module), 1),
+            top_k,
         )  # fmt: skip
 
 
-def _is_of_bytes(module: nn.Module) -> bool:
-    """Whether it is a W8A8 layer, whose kernels depend on how its activations are quantized."""
-    return isinstance(module, Linear) and bool(FAMILIES[module._facts["family"]].codes)
+def _is_of_bytes(module: Linear | GroupedLinear) -> bool:
+    """Whether its weight is W8A8's."""
+    return bool(FAMILIES[module._facts["family"]].codes)
 
 
-def _of_bytes(model: nn.Module) -> Iterator[tuple[tuple[int, int], tuple[tuple[str, str | bool], ...]]]:
-    """Sizes and facts of each W8A8 layer that its kernels depend on."""
-    for module in model.modules():
-        if _is_of_bytes(module):
-            own = module._facts
-            facts = {name: own[name] for name in ("codes", "block")} | dict(static=own["input_scale"] is not None)
-            facts |= dict(zeros=own["asymmetric"] or own["input_zero"] != 0, bias=module.bias is not None)
-            yield (own["n"], own["k"]), tuple((facts | dict(smooth="smooth" in own["tensors"])).items())
+def _of_bytes(
+    module: Linear | GroupedLinear, m: tuple[int, ...] | None, top_k: int, dtype: str, target: Target
+) -> list[KernelRequest]:
+    """The kernels of a W8A8 layer, which depend on how its activations are quantized."""
+    own = module._facts
+    form = {name: own[name] for name in ("codes", "block")} | dict(zeros=own["asymmetric"] or own["input_zero"] != 0)
+    before = dict(static=own["input_scale"] is not None, smooth="smooth" in own["tensors"])
+    n, k, facts = own["n"], own["k"], dict(target=target, bias=module.bias is not None)
+    experts = own.get("experts")
+    if not experts:
+        return w8a8.kernel_requests(n, k, **form, **before, **facts, m=m, dtype=dtype)
+    routed = None if m is None else tuple(top_k * it for it in m)
+    found = w8a8.grouped_requests(n, k, experts, **form, **facts, m=routed, out_dtype=dtype)
+    # gate and up quantize tokens ahead of their routing, down behind it
+    rows = all_tokens(experts) if m is None else launching.tokens_of((*m, *routed))
+    return found + w8a8_op.quantizers(k, **form, **before, m=rows, dtype=dtype, target=target)
 
 
 def _heads(model: nn.Module) -> Iterator[tuple[tuple[str, int | bool], ...]]:

@@ -328,9 +328,11 @@ def _smooth(serving: Serving) -> tuple[bool, ...]:
 
 def _quantizers(kind: Linear, serving: Serving, rows: Sequence[int]) -> list[KernelRequest]:
     """What makes bytes of W4A8's activations."""
-    facts = dict(dtype=serving.dtype, gain=serving.smooth, target=serving.target)
+    facts = dict(dtype=serving.dtype, target=serving.target)
     facts |= dict(codes="e4m3" if kind.operator == "w4a8_fp8" else "int8")
-    return [w4a8_activations.plan(m, kind.k, **facts, norm=norm) for m in rows for norm in serving.norms]
+    forms = [(norm, gain) for norm in serving.norms for gain in ((True,) if norm else _smooth(serving))]
+    made = (w4a8_activations.plan(m, kind.k, **facts, norm=norm, gain=gain) for m in rows for norm, gain in forms)
+    return list(dict.fromkeys(made))
 
 
 def _of_experts(kind: Linear, top_k: int, serving: Serving) -> list[KernelRequest]:
@@ -339,7 +341,7 @@ def _of_experts(kind: Linear, top_k: int, serving: Serving) -> list[KernelReques
     facts = dict(m=m and tuple(m), bias=kind.bias, target=serving.target)
     if kind.operator in _W8A8:
         form = w8a8_op.form_of(kind.group_size, kind.k, _W8A8[kind.operator])
-        own = dict(m=m or all_tokens(kind.experts), dtype=serving.dtype, target=serving.target)
+        own = dict(m=_rows_of(kind, top_k, serving), dtype=serving.dtype, target=serving.target)
         before = [w8a8_op.quantizers(kind.k, **form, **own, smooth=smooth) for smooth in _smooth(serving)]
         found = w8a8_grouped.grouped_requests(kind.n, kind.k, kind.experts, **form, **facts, out_dtype=serving.dtype)
         return [*found, *(it for made in before for it in made)]
@@ -348,8 +350,15 @@ def _of_experts(kind: Linear, top_k: int, serving: Serving) -> list[KernelReques
         facts |= _facts(kind) | dict(dtype=serving.dtype, numerics=_numerics(kind, serving))
         return weight_only_grouped.grouped_requests(kind.n, kind.k, kind.experts, **facts)
     facts |= dict(out_dtype=serving.dtype, dequantization=_form(kind, serving))
-    rows = m or all_tokens(kind.experts)
-    return w4a8.grouped_requests(kind.n, kind.k, kind.experts, **facts) + _quantizers(kind, serving, rows)
+    found = w4a8.grouped_requests(kind.n, kind.k, kind.experts, **facts)
+    return found + _quantizers(kind, serving, _rows_of(kind, top_k, serving))
+
+
+def _rows_of(kind: Linear, top_k: int, serving: Serving) -> list[int]:
+    """Rows that experts quantize: a step's tokens ahead of their routing (gate and up), or behind it (down)."""
+    every = all_tokens(kind.experts)
+    routed, step = serving.tokens(every, times=max(1, top_k)), serving.tokens(every)
+    return list(every) if routed is None or step is None else sorted({*step, *routed})
 
 
 def _facts(kind: Linear) -> dict[str, Any]:

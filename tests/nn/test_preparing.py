@@ -7,10 +7,12 @@ import torch
 from small_model import SmallModel
 from terrazzo import nn as tnn
 from terrazzo import prepare
-from terrazzo.lowering import parallel
+from terrazzo.lowering import Target, parallel
 from terrazzo.lowering.errors import ArgumentError, CompileError
 from terrazzo.nn.preparing import kernel_requests
 from terrazzo.ops import w4a8, w4a16, w8a8
+from terrazzo.ops.w4a8 import activations
+from terrazzo.ops.w4a8.w8a8 import op as w8a8_op
 
 AT = {"target": "sm_90a"}
 
@@ -71,12 +73,46 @@ def test_attention_and_experts_of_a_model_are_among_them():
 
 
 @pytest.mark.parametrize(
-    ("form", "quantizer"),
-    (("w8a8", "w4a8.quantize_rows"), ("w8a8-e4m3", "w4a8.quantize_rows"), ("w8a8-e4m3-g128", "w8a8.quantize_bytes")),
+    ("form", "options", "numerics", "quantizer"),
+    (
+        ("w8a8", {}, "s8", ("w4a8.quantize_rows", None)),
+        ("w8a8-e4m3", {}, "promoted", ("w4a8.quantize_rows", None)),
+        ("w8a8-e4m3-g128", {}, "block", ("w8a8.quantize_bytes", "e4m3_block128")),
+        ("w8a8", {"input_scale": 0.1}, "s8", ("w8a8.quantize_bytes", "int8_static")),
+        ("w8a8", {"input_scale": 0.1, "input_zero": 3}, "s8_zeros", ("w8a8.quantize_bytes", "int8_static")),
+        ("w8a8", {"asymmetric": True}, "s8_zeros", ("w8a8.quantize_bytes", "int8_asymmetric")),
+        ("w8a8-e4m3", {"input_scale": 0.1}, "promoted", ("w8a8.quantize_bytes", "e4m3_static")),
+    ),
 )
-def test_experts_of_bytes_have_their_own_kernels(form, quantizer):
-    experts = tnn.Experts.from_float(torch.randn(4, 512, 256), torch.randn(4, 256, 256), form)
-    assert {it.name for it in kernel_requests(experts, [1, 64], **AT)} == {"w8a8.grouped", quantizer}
+def test_experts_of_bytes_have_their_own_kernels(form, options, numerics, quantizer):
+    experts = tnn.Experts.from_float(torch.randn(4, 512, 256), torch.randn(4, 256, 256), form, **options)
+    found = [(it.name, dict(it.params)) for it in kernel_requests(experts, [1, 64], **AT)]
+    products = {facts["dequantization"] for name, facts in found if name == "w8a8.grouped"}
+    assert products == {numerics}
+    assert {(name, facts.get("form")) for name, facts in found if name != "w8a8.grouped"} == {quantizer}
+    assert {facts["gain"] for name, facts in found if name != "w8a8.grouped"} == {False}
+
+
+@pytest.mark.parametrize("options", ({}, {"input_scale": 0.1, "input_zero": 3}, {"asymmetric": True}))
+def test_experts_of_bytes_have_kernels_for_each_number_of_tokens_that_they_meet(options):
+    """Rows are quantized before their routing by gate and up, and behind it by down."""
+    experts = tnn.Experts.from_float(torch.randn(4, 512, 256), torch.randn(4, 256, 256), "w8a8", **options)
+    model, at = tnn.SparseMLP(torch.randn(4, 256), experts, 2, True), Target.parse("sm_90a")
+    found, sizes, zeros = kernel_requests(model, 200, **AT), ((512, 256), (256, 256)), bool(options)
+    static = "input_scale" in options
+    facts = dict(codes="int8", zeros=zeros, out_dtype="float16", m=400, **AT)
+    wanted = [it for n, k in sizes for it in w8a8.grouped_requests(n, k, 4, **facts)]
+    own = dict(codes="int8", block=False, zeros=zeros, static=static, dtype="float16", target=at)
+    wanted += w8a8_op.quantizers(256, m=(200, 400), **own)
+    assert set(found) == set(wanted)
+
+
+def test_experts_of_four_bits_have_quantizers_for_rows_ahead_of_their_routing_and_behind():
+    experts = tnn.Experts.from_float(torch.randn(4, 512, 256), torch.randn(4, 256, 256), "w4a8-g64")
+    model = tnn.SparseMLP(torch.randn(4, 256), experts, 2, True)
+    facts = dict(dtype="float16", gain=False, norm=False, target=Target.parse("sm_90a"))
+    ahead, behind = (activations.plan(m, 256, **facts) for m in (200, 400))
+    assert ahead != behind and {ahead, behind} <= set(kernel_requests(model, 200, **AT))
 
 
 @pytest.mark.parametrize(
