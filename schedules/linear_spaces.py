@@ -250,6 +250,8 @@ class Grouped(Space):
 
     def refusal(self, program: str, schedule: Any, target: Target, m: int) -> str:
         if program == "multistage":
+            if self.problem.weight == self.problem.activations:
+                return f"{program} does not multiply bytes by bytes"
             e4m3 = self.problem.activations == "e4m3"
             refusal = e4m3_refusal(schedule, target) if e4m3 else ""
             return refusal or multistage_refusal(schedule, self.problem, target, m)

@@ -24,8 +24,9 @@ from terrazzo.autotune.search import Limits, Plan
 from terrazzo.cli import main
 from terrazzo.lowering.errors import ArgumentError, ToolchainError
 from terrazzo.lowering.targets import Target
-from terrazzo.schedules import records
+from terrazzo.schedules import linear_spaces, records
 from terrazzo.schedules.models import MEASURED, MODELS
+from terrazzo.schedules.problem import Gemm
 from terrazzo.schedules.spaces import Candidate
 
 SHAPES = sorted({(layer.n, layer.k) for model in MEASURED for layer in MODELS[model]})
@@ -124,6 +125,22 @@ def test_records_that_cannot_run_are_refused(program, change, reason):
     params = space.heuristic(target, 64)[1].params() | change
     schedule, why = space.revive(program, params, target, 64)
     assert schedule is None and reason in why
+
+
+@pytest.mark.parametrize("codes", ["s8", "e4m3"])
+@pytest.mark.parametrize("m", [16, 4096])
+def test_experts_of_bytes_by_bytes_have_no_program_on_mma_sync(codes, m):
+    """What W4A8's experts are tuned to elsewhere is no schedule of theirs; the heuristic's own tile is one."""
+    target = Target.parse("sm_90a")
+    scales = {"s8": "direct", "e4m3": "promoted"}[codes]
+    direct = linear_spaces.of(Gemm.of_w8(6144, 4096, scales, experts=8))
+    packed = linear_spaces.of(Gemm.of_bytes(6144, 4096, 64, experts=8))
+    program, schedule = packed.heuristic(Target.parse("sm_80"), m)
+    assert program == "multistage" and packed.revive(program, schedule.params(), target, m)[0] == schedule
+    found, reason = direct.revive(program, schedule.params(), target, m)
+    assert found is None and "bytes by bytes" in reason
+    own = direct.heuristic(target, m)
+    assert own[0] == "grouped" and not direct.refusal(*own, target, m)
 
 
 def test_predicted_order_is_close_to_the_measured_one():
