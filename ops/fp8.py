@@ -102,7 +102,8 @@ def from_checkpoint(
     Args:
         weight: float8_e4m3fn [N, K].
         weight_scale: float [], [1], [N], [N, 1] or [ceil(N / 128), ceil(K / 128)].
-        weight_scale_inv: the same under the name that files with blocks have; a multiplier, too. One of both is given.
+        weight_scale_inv: as weight_scale, [ceil(N / 128), ceil(K / 128)] in files with blocks; a multiplier, too. One
+            of both is given.
         bias: [N]. target: see `pack`.
 
     Raises:

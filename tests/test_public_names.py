@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import itertools
 import re
 import resource
 import subprocess
@@ -137,11 +138,49 @@ def test_everything_public_is_documented(name):
 
 
 TENSORS = re.compile(r"\bTensor\b|SupportsDLPack|Array")
+SECTION = re.compile(r"^(Args|Attributes|Raises|Returns|Yields):")
+ENTRY = r"(?:^|\. |; |\.\n|;\n)\s*((?:\*{0,2}\w+, )*\*{0,2}\w+): "
+
+
+def entries(text: str) -> dict[str, str]:
+    """Parameter -> its own entry under `Args:`: what stands between its name and the next one's."""
+    found: dict[str, str] = {}
+    _, _, rest = text.partition("Args:\n")
+    lines = list(itertools.takewhile(lambda line: not line or line.startswith(" "), rest.splitlines()))
+    for block in re.split(r"\n(?= {4}\S)", "\n".join(lines)):
+        names = list(re.finditer(ENTRY, block))
+        for at, name in enumerate(names):
+            end = names[at + 1].start() if at + 1 < len(names) else len(block)
+            found |= dict.fromkeys(re.split(r", ", name[1].replace("*", "")), block[name.end() : end])
+    return found
+
+
+def has_shape(text: str, parameter: str) -> bool:
+    """Whether a docstring says the sizes of a tensor: in brackets in its entry or right behind its name, or where."""
+    entry = entries(text).get(parameter, "")
+    behind = re.search(rf"\b{parameter}\b`? (\S+ )?\[", text)
+    listed = re.search(rf"^Arguments \([^)]*\b{parameter}\b[^)]*\) as of\b", text, re.MULTILINE)
+    return bool(behind or listed or re.search(r"\[|\(N, K\)|\b(see|as (of|in)|there)\b", entry))
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    (
+        ("x: float [M, K]. w: what it multiplies.", {"x"}),
+        ("x: what is\n        multiplied, [M, K].\n    w: of x.", {"x"}),
+        ("x, w: float [M, K], of one\n        size. b: given.", {"x", "w"}),
+        ("x: see `gemm`. w: [N, K].", {"x", "w"}),
+    ),
+)
+def test_a_shape_is_that_of_its_own_parameter(text, found):
+    text = f"Multiply x [M, K] by them.\n\nArgs:\n    {text}\n\nRaises:\n    ArgumentError: sizes [N]."
+    assert {name for name in ("w", "b") if has_shape(text, name)} == found - {"x"} and has_shape(text, "x")
+    assert {name for name in ("x", "w") if has_shape(text.replace("x [M, K] by", "by"), name)} == found
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_tensors_that_public_functions_take_have_a_shape(name):
-    """Behind the parameter's name: its sizes in brackets, or what else says them."""
+    """In the parameter's own entry: its sizes in brackets, or what else says them."""
     imported(name)
     missing = []
     for public, function in functions_of(name).items():
@@ -151,9 +190,7 @@ def test_tensors_that_public_functions_take_have_a_shape(name):
         for parameter in inspect.signature(function).parameters.values():
             if not TENSORS.search(str(parameter.annotation)) or "Mapping" in str(parameter.annotation):
                 continue
-            said = re.findall(rf"\b{parameter.name}\b`?([^`]{{0,240}})", text.replace("\n", " "))
-            named = re.search(rf"\b{parameter.name}\b[^.]*?(see|as (of|in)|there)", text.replace("\n", " "))
-            if not any("[" in it for it in said) and not named:
+            if not has_shape(text, parameter.name):
                 missing.append(f"{public}: {parameter.name}")
     assert not missing
 

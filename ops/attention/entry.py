@@ -164,8 +164,8 @@ def rope_append(
     Args:
         cache: as for `append`; `lengths` count the new tokens already, q_len for each sequence.
         qkv: float16 or bfloat16 [B * q_len, (heads + 2 kv_heads) * D], contiguous, on the cache's GPU.
-        cos, sin: float32 [B * q_len, R/2 or more], the angles of each new token. rotary_dim,
-            layout, norm, q_weight, k_weight, eps, numerics, target: as in `apply_rope`.
+        cos, sin: float32 [B * q_len, R/2 or more], the angles of each new token.
+        q_weight, k_weight: [D], as in `apply_rope`. rotary_dim, layout, norm, eps, numerics, target: as there.
         slot_mapping: int32 or int64 [T], where `store_slots` would put the T tokens of qkv [T, ...], of any sequences,
             in place of what the cache's lengths and block table say.
         positions: int32 or int64 [T], the rows of cos and sin [P, R/2 or more] of those tokens; those outside are taken
@@ -226,7 +226,8 @@ def prefill(
         out: [N, Hq, D], contiguous, dtype of q, no memory of it. lse: f32 [N, Hq], receives log2 of the softmax's
             denominator (sinks included); no memory of another argument.
         splits: CTAs that share the tokens of a tile of rows, whose results are added up in order; None for as many as
-            fill the GPU where chunks are short and the past is long. schedule: the kernel's; None for a tuned record's
+            fill the GPU where chunks are short and the past is long. From 2 on, a call takes a workspace of 4 splits N
+            Hq (D + 1) bytes. schedule: the kernel's; None for a tuned record's
             or the heuristic's. target: run the program of an older target ("sm_80", as PTX); None for this GPU's. Not
             in traced calls.
 

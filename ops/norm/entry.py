@@ -76,7 +76,7 @@ def fused_add_rms_norm(
     """residual += x, rounded to its dtype, in place; then `rms_norm` of the residual, in the same kernel.
 
     Args:
-        x: what is added, float16 or bfloat16 [..., K]. residual: contiguous, as x; written.
+        x: what is added, float16 or bfloat16 [..., K]. residual: [..., K] like x, contiguous; written.
         weight: [K], as of `rms_norm`.
         post_weight: [K], of weight's dtype: x is normed by it before it is added (Gemma's sandwich).
         post_eps: that norm's, None for eps.

@@ -95,8 +95,9 @@ def quantize_activations(
             another one (through `.data`, say), call `terrazzo.forget(rms_weight)`.
         granularity: "two_level": in INT4 blocks a small integer times a unit of the token, in INT8 blocks one scale of
             the token; "block": a scale for each token and block; "token": one for each token and precision; "static":
-            `static_scales`, float [Kp/128], for all tokens. None: "two_level" or "block", as the weight's scales are.
-            On sm_90a a weight with two-level scales takes "two_level" and "token" only.
+            `static_scales`. None: "two_level" or "block", as the weight's scales are. On sm_90a a weight with two-level
+            scales takes "two_level" and "token" only.
+        static_scales: float [Kp/128], those of all tokens, of "static" only.
 
     Raises:
         ArgumentError: an operand that does not fit. CaptureError: a kernel that was never launched is met during CUDA
