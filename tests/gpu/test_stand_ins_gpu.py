@@ -90,6 +90,8 @@ def test_the_stand_in_gives_way_without_a_change_of_bits(cold):
 @pytest.mark.parametrize("cases", CASES.values(), ids=FORMS)
 def test_a_stand_in_has_the_bits_of_the_kernel_that_is_made_for_the_shape(cases, compiled, monkeypatch):
     at, compared = Target.detect(), 0
+    if at.arch != "sm_90a":
+        pytest.skip("stand-ins are kernels of sm_90a")
     for case in cases:
         plan = case.plan(at)
         if plan.stand_in is None:
@@ -111,4 +113,4 @@ def test_a_stand_in_has_the_bits_of_the_kernel_that_is_made_for_the_shape(cases,
         assert torch.equal(*ys) and bool(ys[0].isfinite().all()), case
         compared += 1
     op._launches.clear()
-    assert compared > len(cases) // 2 or at.arch != "sm_90a"
+    assert compared > len(cases) // 2

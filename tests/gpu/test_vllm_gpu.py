@@ -29,6 +29,12 @@ TIE, NEAR, QUANTIZED = 0.06, 0.15, 0.6
 """Log-probabilities: of tokens that count as equal; of float16 kernels beside each other; of 8-bit activations."""
 ROUTED = 0.4
 """The same of experts in bfloat16, whose roundings are eight times as large and may choose another expert."""
+TOKENS = 24
+"""Of each answer."""
+HALF, FEW = 0.5, 0.25
+"""Least share of tokens that are equal before a tie: answers that part at their first token have none. Beside vLLM's
+own attention cache, which leaves the same float16 products, 545 of 576 were equal on an H100; ties are likelier in
+bfloat16 with routing."""
 RUNS: dict[str, dict[str, Any]] = {
     "ours": dict(shape="small-llama", weights="w4a16", plugin=True),
     "marlin": dict(shape="small-llama", weights="w4a16", linear_backend="marlin", enforce_eager=True),
@@ -63,7 +69,7 @@ def run(name: str, folder: Path, **more: Any) -> dict[str, Any]:
     if not facts.get("enforce_eager"):
         options["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8]}
     asked = dict(folders=[str(folder / name)], prompts=prompts(SHAPES[shape]["vocab_size"]), plugin=plugin, seeded=True)
-    asked |= dict(options=options | facts | more, tokens=24)
+    asked |= dict(options=options | facts | more, tokens=TOKENS)
     path = install(folder / "site", ROOT)
     answers, said = ask(sys.executable, asked, os.environ | {"PYTHONPATH": path})
     print(f"-- {name}", *[line for line in said.splitlines() if "terrazzo" in line], sep="\n")
@@ -88,8 +94,9 @@ def engines(tmp_path_factory) -> Engines:
     return Engines(tmp_path_factory.mktemp("vllm"))
 
 
-def compare(mine: dict[str, Any], theirs: dict[str, Any], tie: float, near: float) -> int:
-    """Tokens that are equal; the first that differ must be a tie, and the first distributions near."""
+def compare(mine: dict[str, Any], theirs: dict[str, Any], tie: float, near: float, share: float = 0.0) -> None:
+    """The first tokens that differ must be a tie, the first distributions near, and `share` of all tokens equal before
+    a tie."""
     for one in (mine, theirs):
         assert "failure" not in one, one.get("failure")
     equal = 0
@@ -103,13 +110,13 @@ def compare(mine: dict[str, Any], theirs: dict[str, Any], tie: float, near: floa
                 assert step[str(y)] - step[str(x)] < tie, f"token {at}: {x} and {y} are no tie: {step}"
                 break
             equal += 1
-    return equal
+    total = sum(map(len, theirs["tokens"]))
+    assert total and equal >= share * total, f"{equal} of {total} tokens equal before a tie"
 
 
 def test_tokens_are_those_of_vllms_own_kernels(engines):
     ours, marlin = engines.take("ours", "marlin")
-    equal = compare(ours, marlin, TIE, NEAR)
-    print(f"{equal} of {5 * 24} tokens equal before a tie")
+    compare(ours, marlin, TIE, NEAR, HALF)
     used = ours["kernels"]
     linear = [name for name in used if name.endswith(("qkv_proj", "o_proj", "gate_up_proj", "down_proj"))]
     assert len(linear) == 4 * SHAPES["small-llama"]["num_hidden_layers"]
@@ -127,17 +134,17 @@ def test_eight_bit_activations_are_near(engines, name, operator):
 def test_experts_are_those_of_vllms_emulation(engines):
     """Its emulation multiplies in bfloat16, whatever the model's dtype is."""
     ours, emulated = engines.take("experts", "emulated")
-    equal = compare(ours, emulated, ROUTED, ROUTED)
-    print(f"{equal} of {5 * 24} tokens equal before a tie")
+    compare(ours, emulated, ROUTED, ROUTED, FEW)
     layers = SHAPES["small-qwen3-moe"]["num_hidden_layers"]
     assert list(ours["kernels"].values()).count("TerrazzoExpertsMethod") == layers
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize(("name", "tie", "near"), [("ours", TIE, NEAR), ("experts", ROUTED, ROUTED)])
-def test_two_gpus_give_the_tokens_of_one(engines, tmp_path, name, tie, near):
+@pytest.mark.parametrize(
+    ("name", "tie", "near", "share"), [("ours", TIE, NEAR, HALF), ("experts", ROUTED, ROUTED, FEW)]
+)
+def test_two_gpus_give_the_tokens_of_one(engines, tmp_path, name, tie, near, share):
     with ThreadPoolExecutor(1) as pool:
         two = pool.submit(run, name, tmp_path, tensor_parallel_size=2, distributed_executor_backend="mp")
         (one,) = engines.take(name)
-    equal = compare(two.result(), one, tie, near)
-    print(f"{equal} of {5 * 24} tokens equal before a tie")
+    compare(two.result(), one, tie, near, share)

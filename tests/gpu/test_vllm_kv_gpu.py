@@ -173,6 +173,10 @@ def random_prompts(count: int, most: int, seed: int = 0) -> list[list[int]]:
     ]
 
 
+LEAST = 0.8
+"""Share of tokens that are equal before a tie; 0.92 to 0.99 were on an H100. Answers that part at once have none."""
+
+
 def compare(mine: dict[str, Any], theirs: dict[str, Any], tie: float) -> tuple[int, int]:
     """(tokens that are equal before the first tie, requests with a difference that is none)."""
     equal = wrong = 0
@@ -240,7 +244,7 @@ def test_vllm_says_what_it_says_with_its_own_cache(engines):
     for (name, tie), mine in zip(names.items(), ours):
         equal, wrong = compare(mine, theirs, tie)
         print(f"{name}: {equal} of {24 * 24} tokens equal before a tie, {wrong} requests differ otherwise")
-        assert not wrong
+        assert not wrong and equal > LEAST * 24 * 24
         cache = RUNS[name].get("kv_cache_dtype", "auto")
         assert set(mine["attention"].values()) == {f"Implementation {cache}"}
         assert mine["graphs"] == "FULL_AND_PIECEWISE", "decodes are no graphs of their own"
@@ -252,7 +256,7 @@ def test_speculation_changes_no_token(engines):
     plain, speculated = engines.take("int8", "speculated")
     equal, wrong = compare(speculated, plain, 0.2)
     print(f"{equal} of {24 * 24} tokens equal before a tie, {wrong} requests differ otherwise; {speculated['graphs']}")
-    assert not wrong
+    assert not wrong and equal > LEAST * 24 * 24
 
 
 @needs_vllm
@@ -264,4 +268,5 @@ def test_vllms_requests_say_what_they_say_alone(engines):
     equal, wrong = compare(mine, alone, 0.2)
     counts = {key: together[key] for key in ("preempted", "compiled", "aborted")}
     print(f"{equal} tokens equal before a tie, {wrong} of {len(sample)} requests differ otherwise; {counts}")
-    assert not wrong and counts["preempted"] and counts["aborted"] and not counts["compiled"]
+    assert not wrong and equal > 0.5 * sum(map(len, alone["tokens"]))
+    assert counts["preempted"] and counts["aborted"] and not counts["compiled"]
