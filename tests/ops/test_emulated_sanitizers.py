@@ -34,9 +34,12 @@ OPTIONS = {
 START = "import os, sys; del os.environ['LD_PRELOAD']; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
 USUAL = (
     "attention/test_attention_emulated.py::test_decode[two clusters]",
+    "attention/test_attention_codes_emulated.py::test_codes_are_those_of_a_quantizer_behind_the_kernel"
+    "[int8, splits and clusters]",
     "w4a16/test_w4a16_emulated.py::test_small_batch[one row of x]",
     "w4a16/test_w4a16_emulated.py::test_stream_k[clusters]",
     "w4a8/test_w4a8_fp8_emulated.py::test_kernel[stream_k]",
+    "w4a8/test_w4a8_grouped_emulated.py::test_grouped[mma, split k]",
     "w4a8/test_w4a8_small_batch_emulated.py::test_small_batch[four tiles, split k]",
     "w4ax/test_w4ax_emulated.py::test_stream_k[narrow]",
 )
