@@ -107,6 +107,15 @@ def test_experts_of_bytes_have_kernels_for_each_number_of_tokens_that_they_meet(
     assert set(found) == set(wanted)
 
 
+def test_experts_of_one_block_along_k_have_kernels_of_blocks():
+    """Half of K = 256 is 128, the size of a block; no rows."""
+    make = lambda n: w8a8.quantize(torch.randn(n, 256), codes="e4m3", granularity="block").shard(0, 2, 1)
+    experts = tnn.Experts.of_packed([make(256)] * 4, [make(128)] * 4)
+    found = kernel_requests(experts, [1, 64], **AT)
+    assert {facts["dequantization"] for it in found if "dequantization" in (facts := dict(it.params))} == {"block"}
+    assert {it.name for it in found} == {"w8a8.grouped", "w8a8.quantize_bytes"}
+
+
 def test_experts_of_four_bits_have_quantizers_for_rows_ahead_of_their_routing_and_behind():
     experts = tnn.Experts.from_float(torch.randn(4, 512, 256), torch.randn(4, 256, 256), "w4a8-g64")
     model = tnn.SparseMLP(torch.randn(4, 256), experts, 2, True)
