@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops import fp8, mxfp4, nvfp4, w8a16
+from terrazzo.ops import fp8, mxfp4, nvfp4, w8a8, w8a16
 from terrazzo.ops.checkpoints import loaders
 from terrazzo.ops.checkpoints.reader import Checkpoint
 from terrazzo.ops.w4a8.checkpoint import FAMILY as W4A8
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 FAMILIES = {
     "w4a16": (W4A16, {}), "w4a8": (W4A8, {"requantize": True}), "w4a8_fp8": (W4A8_FP8, {}),
     "mxfp4": (mxfp4.FAMILY, {}), "fp8": (fp8.FAMILY, {}),
-    "w8a16": (w8a16.FAMILY, {}), "nvfp4": (nvfp4.FAMILY, {}),
+    "w8a16": (w8a16.FAMILY, {}), "nvfp4": (nvfp4.FAMILY, {}), "w8a8": (w8a8.FAMILY, {}),
 }  # fmt: skip
-"""Operator -> what reads its layers, and with which options: those that read the most."""
+"""Operator -> what reads its layers, and with which options: those that read the most. "w8a8" is also that of e4m3."""
 _ROWS = {"qserve": 32, "fp8": 1 << 30}
 _FEW_ROWS = 8
 """Output features of each layer that are read: QServe interleaves 32, a word of zero points has 8; FP8 scales may be
@@ -49,7 +49,7 @@ _ROWS_OF = {
 }
 """Convention -> tensor -> dimension of the output features, and how many of them an element holds."""
 _CODES = {"qweight", "weight_packed", "weight"}
-_SCALES = {"awq": "scales", "gptq": "scales", "qserve": "s1_scales", "fp8": "weight"}
+_SCALES = {"awq": "scales", "gptq": "scales", "qserve": "s1_scales", "fp8": "weight", "int_quantized": "weight"}
 """What tells the output features of a layer, "weight_scale" of others."""
 _JOINED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3"),
@@ -66,9 +66,12 @@ class Linear:
     """A kind of linear layer: what tells its kernels from those of others.
 
     Attributes:
-        operator: "w4a16", "w4a8", "w4a8_fp8" or "w4ax". leaf: last part of its name, "down_proj".
-        n, k, group_size: of the weight, as PackedWeight has them. symmetric, scale_dtype: of W4A16.
+        operator: of `model_requests.OPERATORS`. leaf: last part of its name, "down_proj".
+        n, k, group_size: of the weight, as PackedWeight has them.
+        symmetric, scale_dtype: of weight-only formats, False and "" of others.
         bias: whether it has one. experts: how many stand in one launch, 0 for a layer of its own.
+        static, zeros: of W8A8, whether its activations have one scale for all, and zero points.
+        block: whether scales of W8A8 are those of 128 x 128 blocks; groups below K say it too.
     """
 
     operator: str
@@ -80,6 +83,9 @@ class Linear:
     scale_dtype: str
     bias: bool = False
     experts: int = 0
+    static: bool = False
+    zeros: bool = False
+    block: bool = False
 
 
 @dataclass
@@ -98,24 +104,28 @@ class Layers:
         self.kinds[kind].append(name)
 
 
-def of_folder(path: str | Path, operator: str | None = None) -> Layers:
-    """The 4-bit layers of a checkpoint's folder or file, as it stores them: see `joined`.
+def of_folder(path: str | Path, operator: str | None = None, *, all_skipped: bool = False) -> Layers:
+    """The quantized layers of a checkpoint's folder or file, as it stores them: see `joined`.
 
     Args:
         operator: which reads them; None: the one that its config means.
+        all_skipped: whether layers of which none can be read are an answer too, with the reason of each.
 
     Raises:
-        ArgumentError: nothing readable there, or no layer that the operator can read.
+        ArgumentError: nothing readable there, no layer that the operator can read, or an operator that reads none.
     """
+    if operator is not None and operator not in FAMILIES:
+        remedy = f"take one of {', '.join(FAMILIES)}, or none: the folder's config says which"
+        raise ArgumentError("op", operator, "reads no stored layers", remedy)
     checkpoint, found = _Sampled(path), Layers()
     for name in checkpoint.layers():
         try:
             found.add(name, _kind(checkpoint, name, operator))
         except ArgumentError as error:
             found.skipped[name] = error.constraint.removeprefix("cannot be read: ")
-    if not found.kinds:
+    if not (found.kinds or (all_skipped and found.skipped)):
         reasons = "; ".join(list(dict.fromkeys(found.skipped.values()))[:3]) or "it holds none"
-        constraint = f"has no 4-bit layer that can be read: {reasons}"
+        constraint = f"has no quantized layer that can be read: {reasons}"
         raise ArgumentError("folder", str(path), constraint, "see --model and --shape")
     return found
 
@@ -125,7 +135,7 @@ def _kind(checkpoint: _Sampled, name: str, operator: str | None) -> Linear:
     if config.skip:
         raise ArgumentError("name", name, config.skip, "load_model names the same reason")
     fits = [it for it, (family, _) in FAMILIES.items() if not family.refuses(convention, config)]
-    fits.sort(key=lambda it: FAMILIES[it][0].bits != config.bits)
+    fits.sort(key=lambda it: (it == "w8a8", FAMILIES[it][0].bits != config.bits))  # where 16-bit x can be, it is
     chosen = operator or next(iter(fits), "w4a16")
     facts = checkpoint.facts(name, chosen, config)
     n = checkpoint.output_features(name)
@@ -156,7 +166,7 @@ class _Sampled(Checkpoint):
 
     def _small(self, prefix: str) -> list[str]:
         """Tensors whose values decide what a layer is."""
-        names = ("qzeros", "weight_zero_point", "g_idx", "weight_g_idx", "weight_shape")
+        names = ("qzeros", "weight_zero_point", "input_zero_point", "g_idx", "weight_g_idx", "weight_shape")
         return [full for leaf, full in self.leaves(prefix).items() if leaf in names and full in self.places]
 
     def _telling(self, name: str) -> object:
@@ -169,6 +179,12 @@ class _Sampled(Checkpoint):
     def _linear(self, prefix: str, operator: str) -> Linear:
         family, options = FAMILIES[operator]
         weight = loaders.read(family, self, prefix, "cpu", **options)
+        if isinstance(weight, w8a8.QuantizedWeight):
+            own = dict(static=weight.input_scale is not None, block=weight.block)
+            own |= dict(zeros=weight.asymmetric or weight.input_zero != 0)
+            operator = "w8a8" if weight.form == "int8" else "w8a8_fp8"
+            bias = weight.bias is not None
+            return Linear(operator, "", weight.n, weight.k, weight.group_size, False, "", bias, **own)
         facts = (weight.symmetric, weight.scale_dtype) if hasattr(weight, "scale_dtype") else (False, "")
         return Linear(operator, "", weight.n, weight.k, weight.group_size, *facts, weight.bias is not None)
 
@@ -228,6 +244,8 @@ def of_architecture(
     group_size: int = 128,
     symmetric: bool = False,
     scale_dtype: str = "float16",
+    static: bool = False,
+    zeros: bool = False,
 ) -> Layers:
     """The linear layers of an architecture whose weights are quantized one way; group_size 0 is K.
 
@@ -237,7 +255,8 @@ def of_architecture(
     for layer in model.projections():
         group = layer.k if not group_size else min(group_size, layer.k)
         leaf = layer.name.rpartition(".")[2]
-        kind = Linear(operator, leaf, layer.n, layer.k, group, symmetric, scale_dtype, layer.bias)
+        own = (symmetric, scale_dtype, layer.bias)
+        kind = Linear(operator, leaf, layer.n, layer.k, group, *own, static=static, zeros=zeros)
         prefix = {"o_proj": "attn", "q_proj": "attn", "k_proj": "attn", "v_proj": "attn"}.get(leaf, "mlp")
         if layer.count == 1:
             found.add(f"{prefix}.{layer.name}", kind)
@@ -260,7 +279,7 @@ def joined(found: Layers) -> Layers:
     for prefix, leaves in families.items():
         for leaf, parts in _JOINED.items():
             own = [leaves[part] for part in parts if part in leaves]
-            if len(own) == len(parts) and len({(it.operator, it.k, it.group_size, it.scale_dtype) for it in own}) == 1:
+            if len(own) == len(parts) and len({_alike(it) for it in own}) == 1:
                 kind = _beside(leaf, own)
                 by_name[f"{prefix}.{leaf}"] = kind
                 made.add(f"{prefix}.{leaf}", kind)
@@ -276,6 +295,11 @@ def joined(found: Layers) -> Layers:
         else:
             made.skipped[f"{prefix}.{leaf}"] = "its experts differ in shape or format, so they are no single launch"
     return made
+
+
+def _alike(part: Linear) -> tuple[object, ...]:
+    """What layers that are joined have in common."""
+    return part.operator, part.k, part.group_size, part.scale_dtype, part.static, part.zeros, part.block
 
 
 def _beside(leaf: str, parts: list[Linear]) -> Linear:
@@ -309,7 +333,7 @@ def split(found: Layers, ranks: int, kv_heads: int) -> Layers:
 def _shards(kind: Linear, name: str, ranks: int, kv_heads: int) -> list[Linear]:
     parts = min(ranks, kv_heads) if kind.leaf in _KV else ranks
     if kind.leaf in _ROW_PARALLEL:
-        one_group = kind.group_size >= kind.k
+        one_group = kind.group_size >= kind.k and not kind.block
         unit = 8 if one_group else kind.group_size
         if kind.k % (unit * parts):
             constraint = f"{name} has K = {kind.k}, which {parts} ranks cannot share in whole groups of {unit}"

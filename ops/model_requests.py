@@ -98,6 +98,7 @@ class Weights:
     Attributes:
         group_size: 0 is K. scale_dtype, dtype: None follow the model.
         operator: of OPERATORS; of stored weights, None is what the checkpoint means.
+        static, zeros: of W8A8, as `Linear` has them.
     """
 
     group_size: int = 128
@@ -105,10 +106,13 @@ class Weights:
     scale_dtype: str | None = None
     dtype: str | None = None
     operator: str | None = None
+    static: bool = False
+    zeros: bool = False
 
     def layers(self, architecture: Architecture, dtype: str) -> Layers:
         """The linear layers of an architecture in this form."""
         facts = dict(group_size=self.group_size, symmetric=self.symmetric, scale_dtype=self.scale_dtype or dtype)
+        facts |= dict(static=self.static, zeros=self.zeros)
         return of_architecture(architecture, operator=self.operator or "w4a16", **facts)
 
 
@@ -120,7 +124,7 @@ class Model:
         name: of the folder, or in the table.
         layers: as they are stored, not joined and not split.
         architecture: None where it is not known.
-        dtype: of activations, "float16" or "bfloat16". stored: whether its layers are a checkpoint's, in 4 bits.
+        dtype: of activations, "float16" or "bfloat16". stored: whether a checkpoint quantized its layers.
         skipped: what is not served -> why.
     """
 
@@ -148,12 +152,13 @@ class Plan:
     layouts: dict[str, str] = field(default_factory=dict)
 
 
-def of_folder(path: str | Path, weights: Weights) -> Model:
-    """A Hugging Face folder: its 4-bit layers, or, where it has none, those of its config.json.
+def of_folder(path: str | Path, weights: Weights, *, all_skipped: bool = False) -> Model:
+    """A Hugging Face folder: its quantized layers, or, where it has none, those of its config.json.
 
     Args:
         weights: how float weights, or those of a folder without files of weights, are quantized; what the folder's
             quantization_config states counts first.
+        all_skipped: see `model_layers.of_folder`.
 
     Raises:
         ArgumentError: no folder, or one that tells neither layers nor an architecture.
@@ -168,13 +173,13 @@ def of_folder(path: str | Path, weights: Weights) -> Model:
         skipped["attention"] = f"{error.argument} = {error.value}: {error.constraint}"
     stored = sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]
     if stored and Checkpoint(folder).layers():
-        layers = model_layers.of_folder(folder, weights.operator)
+        layers = model_layers.of_folder(folder, weights.operator, all_skipped=all_skipped)
         scales = {kind.scale_dtype for kind in layers.kinds} & set(_DTYPES.values())
         dtype = dtype or (scales.pop() if len(scales) == 1 else "float16")
         return Model(folder.name, layers, architecture, dtype, True, skipped)
     if architecture is None:
         reason = next(iter(skipped.values()))
-        raise ArgumentError("folder", str(path), f"has no 4-bit layers, and {reason}", "see --model and --shape")
+        raise ArgumentError("folder", str(path), f"has no quantized layers, and {reason}", "see --model and --shape")
     dtype, stated = dtype or "float16", Config.of_folder(folder)
     weights = _stated(stated, weights) if stated.raw else weights
     return Model(folder.name, weights.layers(architecture, dtype), architecture, dtype, bool(stated.raw), skipped)
@@ -195,7 +200,12 @@ def _stated(config: Config, weights: Weights) -> Weights:
     elif layer.group_size is not None and layer.group_size % 128:
         size = layer.group_size
     symmetric = config.raw.get("zero_point") is False if layer.symmetric is None else layer.symmetric
-    return replace(weights, group_size=size, symmetric=symmetric)
+    operator, inputs = weights.operator, ""
+    if operator in _W8A8:
+        floats = layer.inputs or layer.format == "fp8" or layer.version == "float-quantized"
+        operator, inputs = ("w8a8_fp8", layer.inputs or "") if floats else ("w8a8", layer.activations or "")
+    forms = dict(static="static" in inputs, zeros="asymmetric" in inputs)
+    return replace(weights, group_size=size, symmetric=symmetric, operator=operator, **forms)
 
 
 def of_name(name: str, weights: Weights) -> Model:
@@ -268,8 +278,10 @@ _QUANTS = {"w4a8": "int8", "w4a8_fp8": "e4m3", "w8a8": "int8", "w8a8_fp8": "e4m3
 
 
 def _quant(kind: Linear) -> dict[str, Any]:
-    """What norms and gates are asked for."""
-    if kind.operator == "w8a8_fp8" and kind.group_size < kind.k:
+    """What norms and gates are asked for: 16 bits where a layer quantizes them itself."""
+    if kind.static or kind.zeros:
+        return dict(quant=None)
+    if kind.operator in _W8A8 and _form_of_bytes(kind)["block"]:
         return dict(quant="e4m3_block128", column_scales=True)
     return dict(quant=_QUANTS.get(kind.operator))
 
@@ -307,10 +319,11 @@ def _of_layer(kind: Linear, serving: Serving) -> list[KernelRequest]:
         found = w4a8.kernel_requests(n, k, m=m, target=at, bias=kind.bias, dtype=dtype, **facts)
         return found + _quantizers(kind, serving, m or launching.ALL_TOKENS)
     if kind.operator in _W8A8:
-        form = w8a8_op.form_of(kind.group_size, k, _W8A8[kind.operator])
-        numerics = w8a8_op.numerics_of(**form, zeros=False, accumulate="auto")
+        form = _form_of_bytes(kind)
+        numerics = w8a8_op.numerics_of(**form, zeros=kind.zeros, accumulate="auto")
         known = records.tokens(w8a8_op.OPERATORS[numerics], w8a8_op.tuning_facts(n, k, dtype, numerics), at)
         facts = dict(m=serving.tokens(launching.ALL_TOKENS, known), dtype=dtype, target=at, bias=kind.bias)
+        facts |= dict(static=kind.static, zeros=kind.zeros)
         return [
             it for smooth in _smooth(serving) for it in w8a8_op.kernel_requests(n, k, **form, **facts, smooth=smooth)
         ]
@@ -320,6 +333,12 @@ def _of_layer(kind: Linear, serving: Serving) -> list[KernelRequest]:
 
 
 _W8A8 = {"w8a8": "int8", "w8a8_fp8": "e4m3"}
+
+
+def _form_of_bytes(kind: Linear) -> dict[str, Any]:
+    """`codes` and `block` of a W8A8 layer."""
+    form = w8a8_op.form_of(kind.group_size, kind.k, _W8A8[kind.operator])
+    return form | dict(block=kind.block or form["block"])
 
 
 def _smooth(serving: Serving) -> tuple[bool, ...]:
@@ -340,10 +359,12 @@ def _of_experts(kind: Linear, top_k: int, serving: Serving) -> list[KernelReques
     m = serving.tokens(all_tokens(kind.experts), times=max(1, top_k))
     facts = dict(m=m and tuple(m), bias=kind.bias, target=serving.target)
     if kind.operator in _W8A8:
-        form = w8a8_op.form_of(kind.group_size, kind.k, _W8A8[kind.operator])
+        form = _form_of_bytes(kind)
         own = dict(m=_rows_of(kind, top_k, serving), dtype=serving.dtype, target=serving.target)
-        before = [w8a8_op.quantizers(kind.k, **form, **own, smooth=smooth) for smooth in _smooth(serving)]
-        found = w8a8_grouped.grouped_requests(kind.n, kind.k, kind.experts, **form, **facts, out_dtype=serving.dtype)
+        own |= form | dict(static=kind.static, zeros=kind.zeros)
+        before = [w8a8_op.quantizers(kind.k, **own, smooth=smooth) for smooth in _smooth(serving)]
+        facts |= form | dict(zeros=kind.zeros, out_dtype=serving.dtype)
+        found = w8a8_grouped.grouped_requests(kind.n, kind.k, kind.experts, **facts)
         return [*found, *(it for made in before for it in made)]
     facts["group_size"] = kind.group_size
     if kind.operator in WEIGHT_ONLY:

@@ -161,7 +161,7 @@ _BY_HAND = {"heads", "head_dim", "prefill"}
 """Options of attention that a model's config states."""
 _WHOLE = {"tensor_parallel", "max_tokens", "caches"}
 _STATED = {"symmetric", "scale_dtype", "group"}
-"""Options that a checkpoint of 4-bit layers states."""
+"""Options that a checkpoint of quantized layers states."""
 
 
 def _check_options(options: dict[str, Any], whole: bool, shapes: bool) -> None:
@@ -185,6 +185,8 @@ def _check_options(options: dict[str, Any], whole: bool, shapes: bool) -> None:
         if parameter.name in foreign:
             what = "a whole model" if whole and parameter.name in _BY_HAND else linear
             raise click.UsageError(f"{parameter.opts[0]} is no option of {what}")
+    if op == "w8a8" and options["dequantization"] not in ("auto", "e4m3"):
+        raise click.UsageError(f"--dequantization {options['dequantization']}: of w8a8 it is auto (int8) or e4m3")
     if options["ms"] and options["max_tokens"]:
         raise click.UsageError("--m and --max-tokens both say how many tokens there are; give one")
 
@@ -236,8 +238,9 @@ def _add_model(wanted: _Wanted, source: Path | str, at: Target, options: dict[st
     for kind, names in plan.kinds.items():
         form = [f"{kind.group_size}" if kind.group_size < kind.k else "K"]
         form += [kind.scale_dtype, *["symmetric"] * kind.symmetric, *["bias"] * kind.bias]
+        form += [*["static"] * kind.static, *["zero points of x"] * kind.zeros]
         what = f"{kind.experts} x {kind.leaf}" if kind.experts else kind.leaf
-        wanted.kinds.append((what, kind.operator, kind.n, kind.k, " ".join(form), len(names)))
+        wanted.kinds.append((what, kind.operator, kind.n, kind.k, " ".join(filter(None, form)), len(names)))
 
 
 def _of_engine(model: Any, at: Target, options: dict[str, Any]) -> dict[Any, None]:
@@ -264,10 +267,10 @@ def _add_published(wanted: _Wanted, at: Target) -> None:
 
 
 def _check_stored(source: Path | str) -> None:
-    """What a checkpoint of 4-bit layers states cannot be stated again."""
+    """What a checkpoint of quantized layers states cannot be stated again."""
     for parameter in _given():
         if parameter.name in _STATED:
-            raise click.UsageError(f"{parameter.opts[0]}: the layers of {source} are stored in 4 bits and say it")
+            raise click.UsageError(f"{parameter.opts[0]}: the layers of {source} are stored quantized and say it")
 
 
 def _add_named(wanted: _Wanted, shapes: Iterable[tuple[int, int]], at: Target, options: dict[str, Any]) -> None:
@@ -301,8 +304,6 @@ def _w8a8_form(group: int, k: int, dequantization: str) -> dict[str, Any]:
     """What `w8a8.kernel_requests` takes in place of a group and a dequantization."""
     from terrazzo.ops.w4a8.w8a8.op import form_of
 
-    if dequantization not in ("auto", "e4m3"):
-        raise click.UsageError(f"--dequantization {dequantization}: of w8a8 it is auto (int8) or e4m3")
     return form_of(group, k, "e4m3" if dequantization == "e4m3" else "int8")
 
 

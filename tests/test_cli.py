@@ -358,6 +358,7 @@ def test_every_operator_names_its_kernels_or_says_what_to_give(capsys, op):
         (("--model", "qwen3-30b-a3b", "--dequantization", "e4m3"), {"w8a8.grouped", "w8a8.stream_k"}),
         (("--shape", "256x512", "--group", "128"), "must be K"),
         (("--shape", "256x512", "--dequantization", "xor"), "auto (int8) or e4m3"),
+        (("--model", "llama-3-8b", "--dequantization", "unsigned"), "auto (int8) or e4m3"),
     ],
 )
 def test_w8a8_is_compiled_by_its_codes_and_groups(capsys, given, kernels):

@@ -17,6 +17,7 @@ METHODS = ("awq", "gptq", "compressed-tensors")
 """What a config may say, of what vLLM asks our kernels for."""
 _PARTS = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
           "up_proj": "gate_up_proj", "w1": "w13", "w3": "w13"}  # fmt: skip
+_ITS_OWN = "vLLM quantizes the activations of these layers, and has kernels of its own for that"
 _EXPERT = re.compile(r"(.*\bexperts)\.\d+\.(\w+)")
 
 
@@ -49,7 +50,7 @@ def check(folder: str | Path, target: Target, ranks: int = 1) -> list[Row]:
     Raises:
         ArgumentError: no folder, or one that tells neither layers nor an architecture.
     """
-    model = of_folder(folder, Weights())
+    model = of_folder(folder, Weights(), all_skipped=True)
     config = Config.of_folder(Path(folder))
     if not model.stored:
         reason = "weights are not quantized: `terrazzo quantize` makes folders for terrazzo.load, not for vLLM"
@@ -75,7 +76,7 @@ def check(folder: str | Path, target: Target, ranks: int = 1) -> list[Row]:
 
 def caches(folder: str | Path, target: Target) -> dict[str, str]:
     """Cache dtypes of vLLM's -> why our attention does not take them for a folder's model, "" where it does."""
-    model = of_folder(folder, Weights())
+    model = of_folder(folder, Weights(), all_skipped=True)
     if model.architecture is None:
         return {}
     return attention_core.caches(model.architecture, model.dtype, target)
@@ -97,12 +98,13 @@ def _refusal(kind: Linear, config: Config, name: str, dtype: str, target: Target
     if config.method not in METHODS:
         return f"vLLM has no kernels to choose from for {config.method or 'this format'}"
     if kind.operator in ("fp8", "mxfp4"):
-        ours = config.method == "compressed-tensors"
-        return None if ours else "vLLM quantizes the activations of these layers, and has kernels of its own for that"
+        return None if config.method == "compressed-tensors" else _ITS_OWN
+    stated = config.layer(_of_checkpoint(name))
+    if kind.operator in ("w8a8", "w8a8_fp8") or (kind.operator == "w8a16" and stated.activations):
+        return _ITS_OWN
     activations = next((key for key, operator in ACTIVATIONS.items() if operator == kind.operator), None)
     if activations is None:
         return f"vLLM has no method for {kind.operator}"
-    stated = config.layer(_of_checkpoint(name))
     wanted = Wanted(
         n=kind.n,
         k=kind.k,

@@ -111,13 +111,18 @@ class Config:
         method: "awq", "gptq", "compressed-tensors", "qserve", "auto-round", or "" for none.
 
     Raises:
-        ArgumentError: another `quant_method` and no `format`, or a field of another kind than exporters write.
+        ArgumentError: another `quant_method` and no `format`, a folder that Terrazzo packed, or a field of another kind
+            than exporters write.
     """
 
     def __init__(self, raw: dict | None = None, *, format: str | None = None) -> None:
         self.raw, self.format = {} if raw is None else raw, _format(format)
         if not isinstance(self.raw, dict):
             raise _bad("quantization_config", self.raw, "must be an object")
+        if self.raw.get("quant_method") == "terrazzo":
+            remedy = "give what terrazzo.load makes of it to terrazzo.prepare, which compiles its kernels"
+            constraint = "says that Terrazzo packed these layers: terrazzo.load alone reads them"
+            raise ArgumentError("quant_method", "terrazzo", constraint, remedy)
         for name, kind in _KINDS.items():
             if not isinstance(self.raw.get(name), kind | None):
                 raise _bad(name, self.raw[name], "must be an object" if kind is dict else "must be a string")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from terrazzo.cli import main
 
 from tests.integrations import vllm_folders
@@ -29,6 +31,39 @@ def test_layers_are_counted_and_reasons_said(capsys, tmp_path):
     assert sizes == {"qkv_proj": (256, 256, 0), "o_proj": (256, 128, 0), "w13": (256, 256, 4), "w2": (256, 128, 4)}
     code, out, _ = run(capsys, "serve-check", plain)
     assert code == 0 and "0 of" in out and "not quantized" in out
+
+
+def of_bytes(folder, dynamic: bool, weights: dict) -> str:
+    """A folder of one int8 layer of compressed-tensors whose activations are int8 too."""
+    acts = {"num_bits": 8, "type": "int", "strategy": "token" if dynamic else "tensor", "dynamic": dynamic}
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True} | weights
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": acts}
+    stated = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": group}}
+    tensors = {"weight": torch.ones(256, 256, dtype=torch.int8), "weight_scale": torch.ones(256, 1)}
+    tensors |= {} if dynamic else {"input_scale": torch.ones(1)}
+    save_file({f"model.layers.0.mlp.down_proj.{name}": t for name, t in tensors.items()}, folder / "a.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": stated}))
+    return str(folder)
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize(
+    ("weights", "reason"),
+    [({}, "vLLM quantizes the activations"), ({"actorder": "group", "dynamic": True}, "weights are quantized dynamic")],
+    ids=["read", "skipped"],
+)
+def test_layers_of_bytes_have_a_reason_each(capsys, tmp_path, dynamic, weights, reason):
+    code, out, _ = run(capsys, "serve-check", of_bytes(tmp_path, dynamic, weights), "--target", "sm_90a")
+    assert code == 0 and f"down_proj: {reason}" in out and "0 of 1 layers run on terrazzo" in out
+
+
+@pytest.mark.parametrize("command", ["serve-check", "compile"])
+def test_a_folder_that_terrazzo_packed_is_named_as_such(capsys, tmp_path, command):
+    folder = of_bytes(tmp_path, True, {})
+    stated = {"quantization_config": {"quant_method": "terrazzo", "version": 1, "kv": ["bfloat16", "bfloat16"]}}
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    code, _, err = run(capsys, command, folder, "--target", "sm_90a")
+    assert code == 2 and "Terrazzo packed these layers" in err and "terrazzo.prepare" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops import fp8, w8a8, w8a16
+from terrazzo.lowering.targets import Target
+from terrazzo.ops import fp8, model_layers, model_requests, w8a8, w8a16
+from terrazzo.ops.model_requests import Serving, Weights
 
 N, K = 300, 256
 RNG = torch.Generator().manual_seed(5)
@@ -121,6 +123,49 @@ def test_a_layer_is_what_its_tensors_mean(name, tmp_path):
     assert (weight.input_scale, weight.input_zero, weight.asymmetric) == activations
     assert w8a8.load_layer(tmp_path, "layer").block == ("blocks" in name)
     assert not w8a8.load_model(tmp_path).skipped
+
+
+def launched(w: w8a8.PackedWeight) -> set:
+    """What a packed weight's calls of bfloat16 launch."""
+    facts = dict(codes=w.codes, block=w.block, zeros=w.asymmetric or w.input_zero != 0, bias=w.bias is not None)
+    facts |= dict(static=w.input_scale is not None, dtype="bfloat16", target="sm_90a")
+    return set(w8a8.kernel_requests(w.n, w.k, **facts))
+
+
+@pytest.mark.parametrize("name", [*KINDS, "fp8 blocks of one column"])
+def test_kernels_of_a_folder_are_those_that_its_layers_launch(name, tmp_path):
+    tensors, config, _ = KINDS[name.removesuffix(" of one column")]
+    if name not in KINDS:
+        tensors = {"weight": E4M3[:, :128], "weight_scale_inv": BLOCKS[:, :1]}
+    folder = written(tmp_path, tensors, config)
+    model = model_requests.of_folder(folder, Weights(operator="w8a8", dtype="bfloat16"))
+    found = set(model_requests.plan(model, Serving(Target.parse("sm_90a"), "bfloat16")).requests)
+    assert launched(w8a8.load_layer(folder, "layer")) <= found and not model.layers.skipped
+
+
+@pytest.mark.parametrize(
+    ("name", "operator"),
+    [("int8 by token", "w8a16"), ("fp8 static", "fp8"), ("int8 static", "w8a8"), ("int8 asymmetric by token", "w8a8")],
+)
+def test_bytes_are_multiplied_only_where_16_bit_activations_cannot_be(name, operator, tmp_path):
+    (kind,) = model_layers.of_folder(written(tmp_path, *KINDS[name][:2])).kinds
+    assert kind.operator == operator and kind.static == (name == "int8 static")
+
+
+@pytest.mark.parametrize("name", ["int8 static", "int8 asymmetric by token", "fp8 static", "fp8 blocks"])
+def test_a_config_without_files_says_how_bytes_are_made(name, tmp_path):
+    stated = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(stated | {"quantization_config": KINDS[name][1]}))
+    model = model_requests.of_folder(tmp_path, Weights(operator="w8a8"))
+    expected = ("w8a8" if "int8" in name else "w8a8_fp8", "static" in name, "asymmetric" in name)
+    assert {(kind.operator, kind.static, kind.zeros) for kind in model.layers.kinds} == {expected}
+    assert model_requests.plan(model, Serving(Target.parse("sm_90a"), model.dtype)).requests
+
+
+@pytest.mark.parametrize("operator", ["w4ax", "w8a8_fp8"])
+def test_an_operator_that_reads_no_stored_layers_is_refused_by_name(operator, tmp_path):
+    with pytest.raises(ArgumentError, match=f"op = '{operator}': reads no stored layers"):
+        model_layers.of_folder(written(tmp_path, *KINDS["int8 static"][:2]), operator)
 
 
 def test_a_bound_of_the_activations_scales_is_refused_by_name(tmp_path):
