@@ -127,7 +127,7 @@ class Linear(PackedModule):
             from terrazzo.ops.w4a8.w8a8.format import packed_shapes as shapes_of
 
             facts = {"n": n, "k": k, "target": target, "codes": family.codes}
-            facts["block"] = form.group_size is not None
+            facts["block"] = form.group_size is not None and k > form.group_size  # as QuantizedWeight reads them
             both = shapes_of(n, k, family.codes, facts["block"])
             shapes = dict(zip(("words", "scales"), both))
             kinds = {"words": torch.int32, "scales": torch.float32}

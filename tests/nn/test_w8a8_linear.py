@@ -95,3 +95,13 @@ def test_experts_of_a_mixture(format):
     whole = made.gate_up_proj.packed[1].dequantize()
     halves = [shard[1].dequantize() for shard in shards]
     assert torch.equal(torch.cat([half[:64] for half in halves] + [half[64:] for half in halves]), whole)
+
+
+@pytest.mark.parametrize("n, k", [(128, 128), (192, 64), (1, 128), (256, 256), (64, 129)])
+def test_blocks_that_hold_all_of_a_row_are_scales_of_rows(n, k):
+    made = nn.Linear.from_float(torch.randn(n, k), "w8a8-e4m3-g128")
+    empty = nn.Linear.empty(k, n, "w8a8-e4m3-g128")
+    empty.load_state_dict(made.state_dict(), assign=True)
+    codes = torch.randn(n, k).to(torch.float8_e4m3fn)
+    published = w8a8.QuantizedWeight.canonical(codes, torch.rand(-(-n // 128), -(-k // 128)) + 0.5)
+    assert made.packed.block == empty.packed.block == published.pack().block == (k > 128)

@@ -40,6 +40,7 @@ class QuantizedWeight(weights.Canonical):
     Attributes:
         codes: int8 or float8_e4m3fn [N, K].
         scales: float32 [N], or [N, ceil(K / 128)] of e4m3 in blocks, alike in rows 16 i .. 16 i + 15; not negative.
+            Blocks have K > 128: of a shorter row they are scales for each row.
         input_scale: of all activations; None: each token has its own.
         input_zero: zero point of all activations, with input_scale and int8.
         asymmetric: whether activations have zero points, int8 without input_scale.
@@ -96,9 +97,8 @@ class QuantizedWeight(weights.Canonical):
         scales = _scales(scales, n, k, e4m3, codes.device)
         scale = _number("input_scale", input_scale)
         zero = 0 if input_zero is None else _number("input_zero", input_zero)
-        if scale is not None and not 0 < scale < float("inf"):
-            raise ArgumentError("input_scale", scale, "must be positive and finite", "repair the checkpoint")
-        if zero != int(zero) or not -128 <= zero <= 127:
+        _check_input_scale(scale)
+        if not -128 <= zero <= 127 or zero != int(zero):
             raise ArgumentError("input_zero", zero, "must be an integer -128..127", "repair the checkpoint")
         if zero and (e4m3 or scale is None):
             raise ArgumentError("input_zero", zero, "needs int8 codes and input_scale", "pass both, or no zero point")
@@ -220,6 +220,7 @@ class PackedWeight(weights.Packed):
         super().check_facts()
         if self.codes not in CODES.values():
             raise ArgumentError("codes", self.codes, f"must be one of {tuple(CODES.values())}", "pack the weight again")
+        _check_input_scale(_number("input_scale", self.input_scale))
 
     def check_values(self) -> None:
         """Raise ArgumentError for values that no weight has."""
@@ -339,15 +340,32 @@ def _scales(scales: object, n: int, k: int, e4m3: bool, device: torch.device) ->
     if not bool(given.isfinite().all()) or bool((given < 0).any()):
         bad = given[~(given.isfinite() & (given >= 0))][0]
         raise ArgumentError("scales", float(bad), "must be finite and not negative", "repair the checkpoint")
-    if len(shape) < 2 or shape == (n, 1) or (shape == (1, 1) and not (e4m3 and shape == blocks)):
+    if len(shape) < 2 or shape == (n, 1) or (shape == (1, 1) and not (e4m3 and shape == blocks and depth > 1)):
         return given.reshape(-1).expand(n).contiguous() if given.numel() == 1 else given.reshape(n).contiguous()
-    return given.contiguous() if shape == whole else given.repeat_interleave(BLOCK, 0)[:n].contiguous()
+    scales = given if shape == whole else given.repeat_interleave(BLOCK, 0)[:n]
+    return (scales if depth > 1 else scales[:, 0]).contiguous()  # a block that holds all of K is a scale for each row
+
+
+def _check_input_scale(scale: float | None) -> None:
+    """Raise ArgumentError unless kernels can divide by it: its float32 value and the reciprocal of that are finite."""
+    import torch
+
+    if scale is None:
+        return
+    near = torch.tensor(min(scale, 3.5e38), dtype=torch.float32)
+    if not (near > 0 and near.isfinite() and near.reciprocal().isfinite()):
+        constraint = "must be positive and finite in float32, and so must its reciprocal"
+        raise ArgumentError("input_scale", scale, constraint, "repair the checkpoint")
 
 
 def _number(name: str, value: object) -> float | None:
-    if value is None or isinstance(value, (int, float)):
+    if value is None or type(value) in (int, float):
         return value
+    if isinstance(value, bool):
+        raise ArgumentError(name, value, "must be a number, not a bool", "pass it as a float")
     given = weights.as_tensor(name, value)
+    if weights.dtype_name(given) == "bool":
+        raise ArgumentError(name, weights.described(given), "must be a number, not a bool", "pass it as a float")
     if given.numel() != 1:
         constraint = "must be one number for all tokens"
         raise ArgumentError(name, weights.described(given), constraint, "take the largest of joined layers")

@@ -133,6 +133,8 @@ def test_every_kernel_of_a_weight_is_known_ahead():
 
 WEIGHT = torch.zeros(64, 128, dtype=torch.int8)
 E4M3 = torch.zeros(64, 128).to(torch.float8_e4m3fn)
+SCALES = (1e-50, 1e-40, 1e39, 10**400, float("nan"), -1.0, True, torch.tensor(True), torch.tensor(1e-40))
+"""That float32 cannot divide by, or that are no numbers."""
 
 
 @pytest.mark.parametrize(
@@ -147,12 +149,19 @@ E4M3 = torch.zeros(64, 128).to(torch.float8_e4m3fn)
         (lambda: w8a8.pack(torch.zeros(1, 132105, dtype=torch.int8), torch.ones(1)), "codes"),
         (lambda: w8a8.pack(WEIGHT, torch.ones(64), input_scale=0.0), "input_scale"),
         (lambda: w8a8.pack(WEIGHT, torch.ones(64), input_scale=torch.ones(2)), "input_scale"),
+        *[
+            (lambda scale=scale: w8a8.pack(WEIGHT, torch.ones(64), input_scale=scale), "input_scale")
+            for scale in SCALES
+        ],
+        (lambda: w8a8.pack(WEIGHT, torch.ones(64), input_scale=1.0, input_zero=True), "input_zero"),
+        (lambda: w8a8.pack(WEIGHT, torch.ones(64), input_scale=1.0, input_zero=float("nan")), "input_zero"),
+        (lambda: w8a8.pack(WEIGHT, torch.ones(64), input_scale=1.0, input_zero=float("inf")), "input_zero"),
         (lambda: w8a8.pack(WEIGHT, torch.ones(64), input_scale=1.0, input_zero=128), "input_zero"),
         (lambda: w8a8.pack(WEIGHT, torch.ones(64), input_zero=3), "input_zero"),
         (lambda: w8a8.pack(E4M3, torch.ones(64), input_scale=1.0, input_zero=3), "input_zero"),
         (lambda: w8a8.pack(E4M3, torch.ones(64), asymmetric=True), "asymmetric"),
         (lambda: w8a8.pack(WEIGHT, torch.ones(64), input_scale=1.0, asymmetric=True), "asymmetric"),
-        (lambda: w8a8.pack(torch.cat([E4M3] * 3), torch.ones(2, 1), input_scale=1.0), "input_scale"),
+        (lambda: w8a8.pack(E4M3.repeat(3, 2), torch.ones(2, 2), input_scale=1.0), "input_scale"),
         (lambda: w8a8.pack(WEIGHT, torch.ones(64), smooth=torch.zeros(128)), "smooth"),
         (lambda: w8a8.pack(WEIGHT, torch.ones(64), bias=torch.zeros(3)), "bias"),
         (lambda: w8a8.pack(E4M3, torch.ones(64), target="sm_80"), "target"),
@@ -175,12 +184,12 @@ def test_refusals(call, argument):
 
 def test_activations_of_another_weight_are_refused():
     int8, e4m3 = w8a8.pack(WEIGHT, torch.ones(64)), w8a8.pack(E4M3, torch.ones(64))
-    blocks = w8a8.pack(torch.cat([E4M3] * 3), torch.ones(2, 1))
-    x = torch.randn(4, 128).half()
-    for made_for, used_with in ((int8, e4m3), (e4m3, blocks), (blocks, e4m3)):
+    blocks, long = w8a8.pack(E4M3.repeat(3, 2), torch.ones(2, 2)), w8a8.pack(E4M3.repeat(3, 2), torch.ones(192))
+    x = torch.randn(4, 256).half()
+    for made_for, used_with in ((int8, e4m3), (long, blocks), (blocks, long)):
         with pytest.raises(ArgumentError, match="w8a8"):
-            op.check_activations(activations.run(x, made_for), used_with)
-    rows = quantized.encode(x.float(), None, (4, 128), "e4m3_block128", False)
+            op.check_activations(activations.run(x[:, : made_for.k], made_for), used_with)
+    rows = quantized.encode(x.float(), None, (4, 256), "e4m3_block128", False)
     with pytest.raises(ArgumentError, match="column_scales"):
         op.check_activations(rows, blocks)
 
