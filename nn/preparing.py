@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from terrazzo.lowering.errors import ArgumentError
@@ -28,7 +28,7 @@ DTYPES = ("float16", "bfloat16")
 
 def kernel_requests(
     model: nn.Module,
-    tokens: int | list[int] | tuple[int, ...] | None,
+    tokens: int | Iterable[int] | None,
     *,
     dtype: torch.dtype | None = None,
     kv: tuple[str, str] | None = None,
@@ -49,8 +49,16 @@ def kernel_requests(
         ArgumentError: no numbers of tokens, a module without Terrazzo layers, another dtype.
         TargetError: there is no GPU, and no target.
     """
-    launching.tokens_of(tokens)
-    m = None if tokens is None else (tokens,) if isinstance(tokens, int) else tuple(tokens)
+    if not isinstance(model, nn.Module):
+        remedy = "pass a model of terrazzo.load, or modules of terrazzo.nn"
+        raise ArgumentError("model", type(model).__name__, "must be a torch.nn.Module", remedy)
+    many = tuple(tokens) if isinstance(tokens, Iterable) and not isinstance(tokens, str) else tokens
+    launching.tokens_of(many)
+    m = (many,) if isinstance(many, int) else many
+    if m == ():
+        raise ArgumentError("tokens", tokens, "must be one number of tokens or more", "pass [1, 512], or None for all")
+    if kv is not None and (not isinstance(kv, tuple | list) or [type(it) for it in kv] != [str, str]):
+        raise ArgumentError("kv", kv, "must be two formats, of keys and of values", "pass ('int4', 'int4')")
     layers = [module for module in model.modules() if isinstance(module, PackedModule)]
     if not layers:
         remedy = "pass a model of terrazzo.load, or modules of terrazzo.nn"

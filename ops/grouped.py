@@ -84,6 +84,8 @@ class GroupedWeight(Sharded):
 
     def __getitem__(self, expert: int) -> Any:
         """The PackedWeight of one expert; its tensors are views."""
+        if type(expert) is not int:
+            raise ArgumentError("expert", expert, "must be an integer", "take one expert at a time: w[0]")
         if not -len(self) <= expert < len(self):
             raise IndexError(expert)
         own = {name: t[expert] for name, t in weights.tensor_fields(self.stacked).items() if name in PER_EXPERT}

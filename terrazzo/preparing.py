@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import CompileError
 
@@ -45,8 +45,7 @@ def prepare(
     from terrazzo.building import compile_with_progress
     from terrazzo.nn.preparing import kernel_requests
 
-    many: Any = tokens if tokens is None or isinstance(tokens, int) else tuple(tokens)
-    requests = kernel_requests(model, many, dtype=dtype, kv=kv, page=page, target=target)
+    requests = kernel_requests(model, tokens, dtype=dtype, kv=kv, page=page, target=target)
     outcomes = compile_with_progress(requests, workers, quiet)
     failed = [outcome for outcome in outcomes if isinstance(outcome, CompileError)]
     if failed:

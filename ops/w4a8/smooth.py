@@ -10,8 +10,10 @@ error of the layer's output with both operands quantized:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import floor, isfinite, log2
 from typing import TYPE_CHECKING
 
+from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
 from terrazzo.ops.w4a8 import reference
 from terrazzo.ops.w4a8.quantizer import quantize_weight
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 MOST_STEPS = 1024
 """Of a search: each quantizes the weight once."""
+_FAR = 2.0**20
+"""Activations whose largest magnitude is above it, or below its reciprocal, are scaled by a power of two first."""
 _TINY = 1e-5
 """Channels whose largest activation or weight is below this fraction of the tensor's are left as they are."""
 
@@ -65,22 +69,25 @@ def search_smooth(
         max_tokens: tokens of x that are used, evenly spread.
 
     Raises:
-        ArgumentError: shapes or devices that do not fit, or x that is not finite.
+        ArgumentError: shapes or devices that do not fit, x that is not finite, or outputs that leave float32.
     """
     weights.check_matrix(weight)
-    x = weights.as_tokens(x, weight)
+    weight, x = weight.detach(), _near_one(weights.as_tokens(x, weight).detach())
     weights.check_count("steps", steps, most=MOST_STEPS)
     weights.check_count("max_tokens", max_tokens)
     x_max, w_max = x.abs().amax(0).float(), weight.abs().amax(0).float()
     x = weights.spread_rows(x, max_tokens)
     wanted = x @ weight.float().T
-    power = float(wanted.square().sum()) or 1.0
+    power = float(wanted.double().square().sum()) or 1.0
+    if not isfinite(power):
+        seen = f"up to {float(w_max.max()):g} beside activations up to {float(x_max.max()):g}"
+        raise ArgumentError("weight", seen, "the layer's outputs must be finite in float32", "scale the weight down")
 
     def error(smooth: torch.Tensor | None) -> float:
         w = quantize_weight(weight, group_size=group_size, rule=rule, smooth=smooth)
         q, scales, _ = reference.quantize_activations(x, smooth)
         y = q.float() @ w.dequantize().float().T * scales[:, None]
-        return float((y - wanted).square().sum()) / power
+        return float((y - wanted).double().square().sum()) / power
 
     plain = error(None)
     best = SmoothSearch(None, "none", 0.0, plain, plain)
@@ -89,6 +96,14 @@ def search_smooth(
         if found < best.error:
             best = SmoothSearch(smooth, family, parameter, found, plain)
     return best
+
+
+def _near_one(x: torch.Tensor) -> torch.Tensor:
+    """x, or where squares of it may leave float32, x over a power of two: no error of an output depends on that."""
+    largest = float(x.abs().max())
+    if largest == 0 or 1 / _FAR <= largest <= _FAR:
+        return x
+    return (x.double() / 2.0 ** floor(log2(largest))).float()
 
 
 def _candidates(x_max: torch.Tensor, w_max: torch.Tensor, steps: int):

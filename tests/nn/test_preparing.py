@@ -171,3 +171,25 @@ def test_prepare_compiles_all_of_them_at_once_and_says_what_failed(monkeypatch, 
     assert made == kernel_requests(model[:2], [1, 64], **AT) and set(seen[0][0]) == set(made) and seen[0][1] == 3
     with pytest.raises(CompileError, match=r"\d of \d kernels cannot be compiled, the first: nvcc fails"):
         prepare(model[3:], 64, quiet=True, **AT)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    (
+        (lambda: kernel_requests(None, [1], **AT), "model = 'NoneType'.*must be a torch.nn.Module"),
+        (lambda: prepare(None, [1], **AT), "model = 'NoneType'.*must be a torch.nn.Module"),
+        (lambda: prepare(layers(), [], **AT), "tokens = .*must be one number of tokens or more"),
+        (lambda: prepare(layers(), 1.5, **AT), "must be a number of tokens"),
+        (lambda: kernel_requests(layers(), [1], kv="int4", **AT), "kv = 'int4'.*must be two formats"),
+        (lambda: kernel_requests(layers(), [1], kv=("int4",), **AT), "kv = .*must be two formats"),
+        (lambda: kernel_requests(layers(), [1], kv=("int4", 4), **AT), "kv = .*must be two formats"),
+    ),
+)
+def test_arguments_that_name_nothing_are_refused(call, words):
+    with pytest.raises(ArgumentError, match=words):
+        call()
+
+
+def test_numbers_of_tokens_may_come_from_an_iterator():
+    model = layers()[:1]
+    assert kernel_requests(model, iter([1, 64]), **AT) == kernel_requests(model, [1, 64], **AT)

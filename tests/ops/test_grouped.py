@@ -52,6 +52,9 @@ def test_stacked_weights_keep_every_expert(family, tmp_path):
             assert torch.equal(of[e].dequantize(), weight.dequantize())
     with pytest.raises(IndexError):
         stacked[3]
+    for index in ("a", slice(0, 2), None, True, 1.0):
+        with pytest.raises(ArgumentError, match="expert = .*must be an integer"):
+            stacked[index]
     assert "3 x " in repr(stacked) and "PackedWeight" in repr(stacked)
     with pytest.raises(ArgumentError, match="grouped"):
         GroupedWeight.load((w4a16 if family is not w4a16 else fp8).PackedWeight, tmp_path / "experts.safetensors")

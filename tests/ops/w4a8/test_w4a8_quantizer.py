@@ -210,3 +210,14 @@ def test_smoothing_refuses_what_does_not_fit():
             w4a8.search_smooth(*arguments)
     with pytest.raises(ArgumentError, match="steps"):
         w4a8.search_smooth(x, w, steps=0)
+
+
+@pytest.mark.parametrize("factor", [1e30, 1e-30, 2.0**40, 2.0**-40])
+def test_a_search_does_not_depend_on_the_size_of_activations(factor):
+    x, w = torch.randn(32, 256), torch.randn(64, 256, requires_grad=True)
+    x[:, 3] *= 50
+    one, other = (w4a8.search_smooth((given * f).requires_grad_(), w, steps=2) for given, f in ((x, 1.0), (x, factor)))
+    assert 0 < other.error < other.plain_error < 1 and not other.smooth.requires_grad
+    assert abs(other.error / one.error - 1) < 0.2 and abs(other.plain_error / one.plain_error - 1) < 1e-3
+    with pytest.raises(ArgumentError, match="weight = .*finite in float32"):
+        w4a8.search_smooth(x, w / w.abs().max() * 3e38, steps=1)
