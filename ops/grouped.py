@@ -84,7 +84,7 @@ class GroupedWeight(Sharded):
 
     def __getitem__(self, expert: int) -> Any:
         """The PackedWeight of one expert; its tensors are views."""
-        if type(expert) is not int:
+        if isinstance(expert, bool) or not hasattr(expert, "__index__"):
             raise ArgumentError("expert", expert, "must be an integer", "take one expert at a time: w[0]")
         if not -len(self) <= expert < len(self):
             raise IndexError(expert)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import exp, log
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from emulated_cases import cases
@@ -52,6 +53,7 @@ def test_stacked_weights_keep_every_expert(family, tmp_path):
             assert torch.equal(of[e].dequantize(), weight.dequantize())
     with pytest.raises(IndexError):
         stacked[3]
+    assert torch.equal(stacked[np.int64(1)].words, stacked[1].words)
     for index in ("a", slice(0, 2), None, True, 1.0):
         with pytest.raises(ArgumentError, match="expert = .*must be an integer"):
             stacked[index]
