@@ -24,8 +24,12 @@ FILES = {
     "mxfp4": ("weight_only_h*.json", "mxfp4", 32),
     "nvfp4": ("weight_only_nvfp4*.json", "nvfp4", 16),
     "w8a16-g128": ("weight_only_nvfp4*.json", "w8a16", 128),
+    "w8a8": ("w8a8_h*.json", "w8a8", "int8"),
+    "w8a8-e4m3": ("w8a8_h*.json", "w8a8", "fp8"),
+    "w8a8-e4m3-g128": ("w8a8_h*.json", "w8a8", "fp8_block"),
 }
-"""Format -> (its result files, operator and group in their rows). Formats of accuracy files alone come behind them."""
+"""Format -> (its result files, operator and group, or format, in their rows). Formats of accuracy files alone come
+behind them."""
 FLOATS = ("cublas_f16", "cublas_bf16")
 UNKNOWN = "not measured yet"
 
@@ -63,8 +67,10 @@ def formats() -> dict[str, Format]:
     return {name: it for name, it in found.items() if it.accuracy or it.speed}
 
 
-def _speed(made: Format, result: Mapping, op: str, group: int) -> None:
-    rows = [row for row in result["rows"] if row["op"] == op and row["group"] == group and row["us"]]
+def _speed(made: Format, result: Mapping, op: str, group: int | str) -> None:
+    rows = [
+        row for row in result["rows"] if row["op"] == op and group in (row["group"], row.get("format")) and row["us"]
+    ]
     peer = next((peer for peer in FLOATS if any(peer in row["peers"] for row in rows)), "")
     made.speed = report.means((row["m"], row["peers"][peer] / row["us"]) for row in rows if peer in row["peers"])
     if rows:

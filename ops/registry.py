@@ -233,8 +233,20 @@ REGISTRY: tuple[Support, ...] = (
     _w4a8("rtn", "quantize", ("asymmetric",), "float weight, two levels; smooth vectors"),
     _w4a8_fp8("compressed_tensors_e4m3", "from_compressed_tensors", "pack-quantized and int-quantized, exact"),
     _w4a8_fp8("rtn_e4m3", "quantize", "float weight, searched scales; smooth vectors"),
-    _w8a8("rtn", "quantize", "int8", ("K",), "float weight; x by token or static, with zero points or without"),
-    _w8a8("rtn_e4m3", "quantize", "e4m3", (128, "K"), "float weight; x by token, static, or by 128 columns in blocks"),
+    _w8a8(
+        "rtn",
+        "quantize",
+        "int8",
+        ("K",),
+        "float weight, load_layer of int-quantized; x by token or static, with zero points or without",
+    ),
+    _w8a8(
+        "rtn_e4m3",
+        "quantize",
+        "e4m3",
+        (128, "K"),
+        "float weight, load_layer of fp8 files; x by token, static, or by 128 columns in blocks",
+    ),
     Support(
         operator="w4ax",
         format="rtn",

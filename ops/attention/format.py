@@ -122,7 +122,7 @@ FORMATS: dict[str, KVFormat] = {
         KVFormat("fp8", "e4m3", "static", source="e4m3, one scale for each head and dimension"),
     )
 }
-"""Name -> how keys or values are stored; `terrazzo ops attention` lists them."""
+"""Name -> how keys or values are stored; `terrazzo ops --op attention` lists them."""
 
 PRESETS = {
     "int4": ("int4_hadamard", "int4"),

@@ -3,7 +3,7 @@
     w = terrazzo.ops.w4a8.fp8.quantize(weight)           # or load_layer, pack(QuantizedWeight.canonical(codes, ...))
     y = terrazzo.ops.w4a8.gemm(x, w)                     # the same gemm as on int8: the weight says which
     y = terrazzo.ops.w4a8.gemm(fp8.quantize_activations(x), w)
-    y = terrazzo.ops.w4a8.grouped_gemm(x, fp8.GroupedWeight.stack(experts), expert_offsets)   # sm_90a
+    y = terrazzo.ops.w4a8.grouped_gemm(x, fp8.GroupedWeight.stack(experts), expert_offsets)
 
 `fp8_reference` says what is computed, and how accurately.
 """
