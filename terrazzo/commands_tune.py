@@ -68,7 +68,7 @@ def _open(path: Path | None, create: bool = False) -> Database:
 @click.option("--format", "formats", multiple=True, help="Attention: formats of keys/values, int4/int4.")
 @click.option("--page", "pages", type=int, multiple=True, help="Attention: tokens of a page. Default: 0, contiguous.")
 @click.option("--dtype", type=click.Choice(["f16", "bf16"]), help="Activations and output. Default: f16.")
-@click.option("--group", type=int, help="Input channels for each scale. Default: 128, w4a8 64, w8a8 K.")
+@click.option("--group", type=int, help="Channels of a scale. Default: 128, w4a8 64, mxfp4 32, nvfp4 16, w8a8 K.")
 @click.option("--symmetric", is_flag=True, help="Without zero points.")
 @click.option(
     "--target",
@@ -397,7 +397,7 @@ def _gains(found: list[Best]) -> list[str]:
 @click.option("--format", "formats", multiple=True, help="Attention: formats of keys/values, int4/int4.")
 @click.option("--page", "pages", type=int, multiple=True, help="Attention: tokens of a page. Default: 0, contiguous.")
 @click.option("--dtype", type=click.Choice(["f16", "bf16"]), default="f16", show_default=True)
-@click.option("--group", type=int, help="Default: 128, w4a8 64, w8a8 K.")
+@click.option("--group", type=int, help="Default: 128, w4a8 64, mxfp4 32, nvfp4 16, w8a8 K.")
 @click.option("--symmetric", is_flag=True, help="Without zero points.")
 @click.option("--target", type=TargetName(), help="Default: the GPU that is here.")
 @json_option
