@@ -12,7 +12,8 @@ A row is one batch: so many requests of `--prompt` random tokens at once, `--out
 the time of an output token after the last prefill: from the step in which the last request got its first token to the
 one in which the first request has all of them, so that all are decoded together; `first_s` is the time until then.
 `tokens_s` counts all output tokens over the whole time. Weights are random and the same for each kernel; the cache of
-prefixes is off. A kernel is "terrazzo", or a `linear_backend` of vLLM; "auto" is what vLLM chooses without us.
+prefixes is off. A kernel is "terrazzo", or a `linear_backend` of vLLM; "auto" is what vLLM chooses without us, and
+"moe_wna16" its Triton experts of AWQ and GPTQ models, with the linear layers of "auto".
 `kv_tokens` is how many tokens the cache holds in the memory that the engine found free. With `--profile`, `kernels_ms`
 says how many milliseconds of a step each kernel takes, in a run of its own behind all timings.
 """
@@ -42,7 +43,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=engine_model.SHAPES, default="llama-3-8b")
     parser.add_argument("--weights", choices=engine_model.QUANTIZATION, default="w4a16")
     parser.add_argument("--group", type=int, default=128)
-    parser.add_argument("--kernel", default="terrazzo", help="terrazzo, auto, machete, marlin, humming, ...")
+    parser.add_argument("--kernel", default="terrazzo", help="terrazzo, auto, machete, marlin, humming, moe_wna16, ...")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     parser.add_argument("--layers", type=int, help="of the model; its own unless given")
     parser.add_argument("--batch", type=int, nargs="+", default=list(BATCHES))
@@ -179,7 +180,9 @@ def engine(o: argparse.Namespace, folder: Path) -> Any:
     )  # fmt: skip
     if not o.eager:
         options["compilation_config"] = {"cudagraph_capture_sizes": sorted({1, *batches})}
-    if o.kernel not in ("terrazzo", "auto"):
+    if o.kernel == "moe_wna16":
+        options["quantization"] = o.kernel
+    elif o.kernel not in ("terrazzo", "auto"):
         options["linear_backend"] = o.kernel
     if o.attention == "terrazzo":
         options["attention_backend"] = "CUSTOM"

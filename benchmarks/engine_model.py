@@ -73,12 +73,20 @@ def _floats(bits: int, **weights: Any) -> dict[str, Any]:
     return made | dict(format="mxfp4-pack-quantized" if bits == 4 else "float-quantized")
 
 
+def _gptq(group: int) -> dict[str, Any]:
+    """All layers but the router, which vLLM would tell by the files' dtypes: what it fuses by either of its names."""
+    layers = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")]
+    layers += [f"mlp.{name}" for name in ("gate_proj", "up_proj", "gate_up_proj", "down_proj", "experts")]
+    return dict(
+        quant_method="gptq", bits=4, group_size=group, desc_act=False, sym=True, lm_head=False,
+        checkpoint_format="gptq", modules_in_block_to_quantize=layers,
+    )  # fmt: skip
+
+
 QUANTIZATION = {
     "none": lambda group: None,
     "awq": lambda group: dict(quant_method="awq", bits=4, group_size=group, zero_point=True, version="gemm"),
-    "gptq": lambda group: dict(
-        quant_method="gptq", bits=4, group_size=group, desc_act=False, sym=True, lm_head=False, checkpoint_format="gptq"
-    ),
+    "gptq": _gptq,
     "w4a16": lambda group: _compressed(group, True, None),
     "w4a16-zeros": lambda group: _compressed(group, False, None),
     "w4a8": lambda group: _compressed(group, True, _by_token("int")),

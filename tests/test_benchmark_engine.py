@@ -210,3 +210,12 @@ def test_configs_say_how_weights_are_stored(tmp_path, name):
     folder = engine_model.write_config(tmp_path / name, "tiny-llama", name, 64, layers=3)
     config = json.loads((folder / "config.json").read_text())
     assert config["num_hidden_layers"] == 3 and ("quantization_config" in config) == (name != "none")
+
+
+def test_gptq_models_name_all_layers_but_the_router(tmp_path):
+    """As vLLM asks: a part of the layer's name, of fused layers by the one or the other name."""
+    folder = engine_model.write_config(tmp_path, "qwen3-30b-a3b", "gptq", 128)
+    stated = json.loads((folder / "config.json").read_text())["quantization_config"]["modules_in_block_to_quantize"]
+    taken = lambda name: any(part in f"model.layers.0.{name}" for part in stated)
+    assert not taken("mlp.gate") and not taken("lm_head")
+    assert all(map(taken, ("mlp.experts", "mlp.gate_up_proj", "self_attn.qkv_proj", "self_attn.q_proj")))
