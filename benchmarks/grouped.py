@@ -1,4 +1,4 @@
-"""Grouped GEMMs (mixture of experts) beside torch's grouped product in bf16, activations quantized beforehand.
+"""Grouped GEMMs (mixture of experts) beside torch's in bf16 and vLLM's experts, activations quantized beforehand.
 
     python -m benchmarks.grouped                     W4A8 (int8, e4m3), W4A16, all layers; writes nothing unless --out
     python -m benchmarks.grouped --op w4a8 --quick   the layer with a goal only
@@ -19,6 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.grouped_peers import PEERS
+
+RIVALS = {peer.name for peers in PEERS.values() for peer in peers}
 GOAL = 0.75
 """Share of the copy bandwidth on the layer with a goal (public figure on an H200: 48 us, 2.65 TB/s)."""
 GROUP = {"w4a8": 64, "w4a8_fp8": 128, "w4a16": 128}
@@ -127,7 +130,7 @@ def experts_of(op: str, layer: Layer, packed_for: str | None = None) -> Any:
 
 def measure_row(op: str, layer: Layer, tokens: int, stacked: Any, options: argparse.Namespace) -> dict[str, Any]:
     import torch
-    from terrazzo.autotune import measure
+    from terrazzo.autotune import gemm_bench, measure
     from terrazzo.autotune.grouped_bench import clone
 
     family, counts = operator_of(op), counts_of(layer, tokens)
@@ -167,14 +170,42 @@ def measure_row(op: str, layer: Layer, tokens: int, stacked: Any, options: argpa
     if not options.no_peers and hasattr(torch, "_grouped_mm"):
         dense = torch.randn(layer.experts, layer.n, layer.k, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
         candidates["torch_bf16"] = [lambda: torch._grouped_mm(x, dense, offs=offsets[1:])]
+    failed = {} if options.no_peers else _peers(op, layer, tokens, x, starts, len(copies), candidates)
     for name, timing in measure.time_in_turn(candidates, options.budget_ms).items():
         if isinstance(timing, Exception):
+            if name in RIVALS:
+                failed[name] = gemm_bench.one_line(timing)
+                continue
             raise timing
         row[name] = round(timing.us, 3)
         if name == "us":
             share = row["bytes"] / timing.us / 1e3 / options.copy_gb_s
             row |= {"spread": round(timing.spread, 4), "copy_share": round(share, 4)}
-    return row
+    return row | ({"peers_failed": failed} if failed else {})
+
+
+def _peers(
+    op: str, layer: Layer, tokens: int, x: Any, starts: list[int], copies: int, candidates: dict[str, Any]
+) -> dict[str, str]:
+    """Add installed packages' calls to the candidates; name -> why one is left out."""
+    from terrazzo.autotune import gemm_bench
+
+    failed = {}
+    for peer in PEERS.get(op, ()):
+        if peer.missing():
+            continue
+        try:
+            stacks = [peer.load(layer.experts, layer.n, layer.k, GROUP[op]) for _ in range(copies)]
+            calls, y = peer.calls(x, starts, stacks, tokens, layer.top_k or 1)
+            calls[0]()
+            problem = peer.wrong(y, x, starts, stacks[0])
+        except Exception as error:  # another package's error of any kind costs its column, not the run
+            problem = gemm_bench.one_line(error)
+        if problem:
+            failed[peer.name] = problem
+        else:
+            candidates[peer.name] = calls
+    return failed
 
 
 def _each(gemm: Any, x: Any, w: Any, starts: list[int], used: list[int], out: Any) -> Any:
@@ -243,6 +274,7 @@ def main(argv: list[str] | None = None) -> int:
                 row = measure_row(op, layer, tokens, stacked, options)
                 result["rows"].append(row)
                 named = {"torch_bf16": "torch bf16", "each_us": "a gemm each", "native_us": "packed for this GPU"}
+                named |= {name: name for name in RIVALS}
                 peer = ", ".join(f"{said} {row[name]:9.2f} us" for name, said in named.items() if name in row)
                 said = f"{row['us']:9.2f} us {row['copy_share']:4.0%} of copy" if row["us"] else row["failure"]
                 print(f"{op:8} {layer.name:26} T {tokens:5} M {row['m']:6}  {said}  {peer}", flush=True)

@@ -102,16 +102,19 @@ def prefill(result: Mapping[str, Any], source: str) -> str:
 
 
 def grouped(result: Mapping[str, Any], source: str) -> str:
-    """Grouped GEMM: time, share of the copy bandwidth, ratio to torch's bf16 grouped product."""
+    """Grouped GEMM: time, share of the copy bandwidth, ratios to torch's bf16 grouped product and vLLM's experts."""
+    rivals = {"torch_bf16": "over torch bf16", "vllm_triton": "over vLLM's int4"}
+    rivals = {key: said for key, said in rivals.items() if any(row.get(key) for row in result["rows"])}
     lines = [
         (
             row["layer"], row["m"], f"`{row['op']}`", f"{row['us']:.1f}", f"{row['copy_share']:.0%}",
-            f"{row['torch_bf16'] / row['us']:.2f}x" if row.get("torch_bf16") else "",
+            *(f"{row[key] / row['us']:.2f}x" if row.get(key) else "" for key in rivals),
         )
         for row in result["rows"]
         if row["us"]
     ]  # fmt: skip
-    table = report.markdown(("layer", "rows", "operator", "us", "of copy", "over torch bf16"), lines, (1, 3, 4, 5))
+    heads = ("layer", "rows", "operator", "us", "of copy", *rivals.values())
+    table = report.markdown(heads, lines, (1, *range(3, len(heads))))
     return f"Grouped GEMM (MoE) beside torch's grouped bf16 product, {setting(result, source)}\n\n{table}"
 
 

@@ -311,6 +311,25 @@ def test_outputs_of_byte_peers_are_held_against_their_own_operands():
     assert integers[0].dtype == torch.int8 and int(integers[0].abs().max()) == 127
 
 
+def test_experts_of_a_peer_are_held_against_their_own_operands():
+    import torch
+
+    from benchmarks.grouped_peers import Stack, TritonExperts
+
+    random = torch.Generator().manual_seed(0)
+    words = torch.randint(0, 256, (3, 8, 16), generator=random, dtype=torch.uint8)
+    stack = Stack(words, torch.rand(3, 8, 2, generator=random).bfloat16())
+    first = (float(words[1, 2, 8] & 15) - 8, float(words[1, 2, 8] >> 4) - 8)  # channels 16 and 17: the second group
+    assert stack.rows(1)[2, 16:18].tolist() == [float(stack.scales[1, 2, 1]) * code for code in first]
+    x, starts = torch.randn(5, 32, generator=random).bfloat16(), [0, 2, 2, 5]
+    y = torch.cat([x[:2].double() @ stack.rows(0).T, x[2:].double() @ stack.rows(2).T]).bfloat16()
+    peer = TritonExperts()
+    assert peer.wrong(y, x, starts, stack) == ""
+    assert peer.wrong(y, x, [0, 0, 2, 5], stack).startswith("expert 1: off by")
+    y[4, 3] = float("nan")
+    assert peer.wrong(y, x, starts, stack) == "1 elements of y are NaN"
+
+
 def test_attention_that_is_off_is_refused():
     import torch
 
@@ -331,11 +350,12 @@ def test_tables_of_other_results(monkeypatch, tmp_path, result):
     paged = decode | {"page": 128, "us": 90.0}
     prefill = cache | {"kv_len": 4096, "new": 512, "mode": "fresh", "us": 100.0, "tflops": 321.0, "peers": {"a": 90.0}}
     grouped = {"op": "w4a8", "layer": "8 experts", "m": 128, "us": 35.0, "copy_share": 0.85, "torch_bf16": 70.0}
+    other = grouped | {"op": "w4a16", "vllm_triton": 52.5}
     parts = [
         cache | {"kv_len": n, "q_len": 4, "variant": "no pipeline", "us": 9.0, "of_ours": o}
         for n, o in ((1, 2.0), (2, 8.0))
     ]
-    rows = {"attention_h200": [decode, paged], "attention_prefill_h200": [prefill], "grouped_h200": [grouped]}
+    rows = {"attention_h200": [decode, paged], "attention_prefill_h200": [prefill], "grouped_h200": [grouped, other]}
     rows["attention_ablation_h200"] = parts
     step = cache | {"kv_len": 4096, "kind": "mean", "us": 88.0, "decode_us": 80.0, "added": 0.1}
     rows["attention_write_h200"] = [cache | {"kv_len": 131072, "us": 200.0, "of_copy_time": 1.3}, step]
@@ -349,6 +369,7 @@ def test_tables_of_other_results(monkeypatch, tmp_path, result):
     for name, found in rows.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({**result, "rows": found}))
     attention = readme.PARTS["attention"]
+    assert "| 2.00x | 1.50x |" in readme.figures() and "over vLLM's int4" in readme.figures()
     assert "| 8 x 32/8 x 32K, q_len 4 | 80.0 (3.00x) |" in attention() and "90.0" not in attention()
     assert "no pipeline" not in readme.figures() and "8:1-9" not in readme.figures()
     assert "| `int4/int4` | 4 | 4.00x |" in attention() and "geometric mean over 2 caches" in attention()
