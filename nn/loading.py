@@ -34,6 +34,7 @@ def load(
     lm_head: str | Format | None = None,
     format: str | None = None,
     target: str | None = None,
+    weight_only: bool = False,
     max_tokens: int = MAX_TOKENS,
     tensor_parallel: tuple[int, int] | TensorParallel | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -42,7 +43,7 @@ def load(
     """A transformers model whose linear layers, experts, attention and cache are Terrazzo's.
 
     Reads Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE and Gemma-3 (text) in AWQ, GPTQ, compressed-tensors, QServe,
-    16 or 32 bits, or as `save_pretrained` of such a model wrote it. Layers are read and
+    FP8, 16 or 32 bits, or as `save_pretrained` of such a model wrote it. Layers are read and
     packed one after another. `model.generate` works; `terrazzo.nn.generation.generate` needs less of the host.
 
     Args:
@@ -60,6 +61,8 @@ def load(
             float; None keeps 16 bits. docs/benchmarks.md has the perplexity.
         options: of the quantizer of layers. format: of the checkpoint's 4-bit layers, whatever its config says.
         target: architecture to pack for; None the device's.
+        weight_only: True multiplies 16-bit activations by the folder's FP8 and INT8 layers. False follows its config:
+            8-bit activations, static or dynamic, where it states them and the GPU has such products (W8A8).
         max_tokens: of a sequence in caches that forward makes.
         tensor_parallel: (rank, world) of the ranks that share the model, each of which calls load. Of layers, heads and
             vocabulary only the rank's own are read; forward sums over `torch.distributed` (docs/generate.md).
@@ -73,7 +76,7 @@ def load(
     to = weights.device_of(device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu"))
     own, config = _config_of(source, config)
     found = dtype_of(config, dtype)
-    _check_options(options, quantize, target, max_tokens)
+    _check_options(options, quantize, target, max_tokens, weight_only)
     ranks = TensorParallel.of(tensor_parallel)
     formats = kv_formats(kv if kv is not None else own.get("kv", weights_name(found)))
     form = None if quantize is None else Format.parse(quantize)
@@ -94,7 +97,7 @@ def load(
 
         checkpoint = None if isinstance(source, Mapping) else Checkpoint(source, format)
         state = source if isinstance(source, Mapping) else {}
-        facts = dict(quantize=form, options=options, target=target, report=report)
+        facts = dict(quantize=form, options=options, target=target, report=report, weight_only=weight_only)
         made = Published(checkpoint, state, to, found, **facts)
     static = tuple(shared_heads(scales, shape.kv_heads, ranks) for scales in _static(made, formats, shape))
     rotaries = [rotary.to(to) for rotary in model_module.rotaries_of(skeleton, shape)]
@@ -118,7 +121,7 @@ def _head(head: Any, form: Format | None, dtype: torch.dtype, target: str | None
     return Linear(quantized(form, head.weight, head.bias, dtype, {}, target))
 
 
-def _check_options(options: Any, quantize: Any, target: Any, max_tokens: Any) -> None:
+def _check_options(options: Any, quantize: Any, target: Any, max_tokens: Any, weight_only: Any) -> None:
     """Of `load`: those that are read late, or not at all."""
     if options is not None and not isinstance(options, Mapping):
         raise ArgumentError("options", options, "must be a mapping", "pass {'clip_steps': 1}, say")
@@ -126,6 +129,8 @@ def _check_options(options: Any, quantize: Any, target: Any, max_tokens: Any) ->
         raise ArgumentError("options", sorted(options), "are a quantizer's, and quantize is None", "name a format")
     if type(max_tokens) is not int or max_tokens < 1:
         raise ArgumentError("max_tokens", max_tokens, "must be an integer above 0", f"leave it out for {MAX_TOKENS}")
+    if type(weight_only) is not bool:
+        raise ArgumentError("weight_only", weight_only, "must be True or False", "leave it out to follow the folder")
     if target is not None:
         Target.parse(target)
 

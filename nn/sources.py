@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.targets import Target
 from terrazzo.nn.dense import Dense
 from terrazzo.nn.experts import Experts
 from terrazzo.nn.formats import Format
 from terrazzo.nn.joined import JoinedLinear, join
 from terrazzo.nn.linear import Linear
 from terrazzo.nn.module import stored_weight
+from terrazzo.ops import stored_layers as stored
+from terrazzo.ops import weights
 from terrazzo.ops.checkpoints import Checkpoint, fields, loaders
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.shards import ORDERS, Cut, Part, Share, checked_spans, plan, spans_of
@@ -72,6 +76,7 @@ class Published(Source):
         checkpoint: the folder's, or None for a state. state: float tensors by name.
         quantize: format for float layers; None keeps them in 16 bits. options: of the family's quantizer.
         target: of packed weights. report: see `Report`.
+        weight_only: whether FP8 and INT8 layers multiply 16-bit activations, whatever the folder states of them.
     """
 
     def __init__(
@@ -85,8 +90,11 @@ class Published(Source):
         options: Mapping[str, Any] | None = None,
         target: str | None = None,
         report: Report | None = None,
+        weight_only: bool = False,
     ) -> None:
         super().__init__(device, dtype)
+        arch = weights.arch_of(target, device)
+        self.runs_on, self.weight_only = None if arch is None else Target.parse(arch), weight_only
         self.checkpoint, self.tensors = checkpoint, dict(state)
         self.layers = {} if checkpoint is None else checkpoint.layers()
         self.quantize, self.options, self.target = quantize, dict(options or {}), target
@@ -160,7 +168,8 @@ class Published(Source):
         """Canonical weight of a 4-bit layer, or (weight, bias) of a float one; of a share of its rows or columns."""
         if name in self.layers:
             config = self.checkpoint.layer(name)
-            family = _family_of(self.layers[name], config.activations, config.bits)
+            operator = stored.operator_of(self.layers[name], config, self.runs_on, weight_only=self.weight_only)
+            family = stored.FAMILIES[operator]
             with _of_layer(name, share):
                 return loaders.read(family, self.checkpoint, name, self.device, share)
         if self.checkpoint is not None and (why := fields.changed(self.checkpoint.config.raw, name, "float")):
@@ -187,7 +196,7 @@ class Published(Source):
                 remedy = "take the checkpoint's own config.json"
                 raise ArgumentError(name, f"{seen} outputs", f"must have {rows} by the config", remedy)
         if not any(isinstance(part, tuple) for part in parts):
-            made = join(parts, names[0])
+            made = join(_at_one_scale(parts), names[0])
             self.report(own, made, None)
             return made
         if not all(isinstance(part, tuple) for part in parts):
@@ -267,7 +276,7 @@ class Published(Source):
         back = [self._made([d], f"{own}.{e}.down", shares=(columns,)) for e, d in enumerate(downs)]
         if isinstance(both[0], tuple) or isinstance(back[0], tuple):
             raise _float_experts(own)
-        return Experts.of_packed(both, back, activation)
+        return Experts.of_packed(_at_one_scale(both), _at_one_scale(back), activation)
 
 
 def quantized(
@@ -303,21 +312,13 @@ def _float_experts(own: str) -> ArgumentError:
     return ArgumentError("quantize", None, f"the experts of {own} are float, which has no operator", remedy)
 
 
-def _family_of(convention: str, activations: str | None, bits: int) -> loaders.Family:
-    """The operator family of a layer, by how it is stored and what its config says of activations."""
-    from terrazzo.ops import fp8, mxfp4, nvfp4, w8a16
-    from terrazzo.ops.w4a8 import checkpoint as w4a8
-    from terrazzo.ops.w4a8 import fp8_checkpoint
-    from terrazzo.ops.w4a16 import checkpoint as w4a16
-
-    floats = {"fp8": fp8, "mxfp4": mxfp4, "nvfp4": nvfp4}
-    if convention in floats:
-        return floats[convention].FAMILY
-    if bits == 8 and convention in w8a16.FAMILY.readers:
-        return w8a16.FAMILY
-    if convention == "qserve" or activations == "int8":
-        return w4a8.FAMILY
-    return fp8_checkpoint.FAMILY if activations == "e4m3" else w4a16.FAMILY
+def _at_one_scale(parts: Sequence[Any]) -> list[Any]:
+    """W8A8 weights of one input, whose static activations then have the largest scale of theirs, as engines do it.
+    Those with zero points stay as they are."""
+    scales = {getattr(part, "input_scale", None) for part in parts}
+    if len(scales) == 1 or None in scales or any(part.input_zero for part in parts):
+        return list(parts)
+    return [replace(part, input_scale=max(scales)) for part in parts]
 
 
 class Stored(Source):

@@ -14,24 +14,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops import fp8, mxfp4, nvfp4, w8a8, w8a16
+from terrazzo.ops import w8a8
 from terrazzo.ops.checkpoints import loaders
 from terrazzo.ops.checkpoints.reader import Checkpoint
-from terrazzo.ops.w4a8.checkpoint import FAMILY as W4A8
-from terrazzo.ops.w4a8.fp8_checkpoint import FAMILY as W4A8_FP8
-from terrazzo.ops.w4a16.checkpoint import FAMILY as W4A16
+from terrazzo.ops.stored_layers import FAMILIES as READERS
+from terrazzo.ops.stored_layers import operator_of
 
 if TYPE_CHECKING:
     import torch
+    from terrazzo.lowering.targets import Target
     from terrazzo.ops.checkpoints.config import LayerConfig
     from terrazzo.schedules.models import Architecture
 
-FAMILIES = {
-    "w4a16": (W4A16, {}), "w4a8": (W4A8, {"requantize": True}), "w4a8_fp8": (W4A8_FP8, {}),
-    "mxfp4": (mxfp4.FAMILY, {}), "fp8": (fp8.FAMILY, {}),
-    "w8a16": (w8a16.FAMILY, {}), "nvfp4": (nvfp4.FAMILY, {}), "w8a8": (w8a8.FAMILY, {}),
-}  # fmt: skip
-"""Operator -> what reads its layers, and with which options: those that read the most. "w8a8" is also that of e4m3."""
+FAMILIES = {name: (family, {"requantize": True} if name == "w4a8" else {}) for name, family in READERS.items()}
+"""Operator -> what reads its layers, and with which options: those that read the most."""
 _ROWS = {"qserve": 32, "fp8": 1 << 30}
 _FEW_ROWS = 8
 """Output features of each layer that are read: QServe interleaves 32, a word of zero points has 8; FP8 scales may be
@@ -104,11 +100,14 @@ class Layers:
         self.kinds[kind].append(name)
 
 
-def of_folder(path: str | Path, operator: str | None = None, *, all_skipped: bool = False) -> Layers:
+def of_folder(
+    path: str | Path, operator: str | None = None, *, all_skipped: bool = False, target: Target | None = None
+) -> Layers:
     """The quantized layers of a checkpoint's folder or file, as it stores them: see `joined`.
 
     Args:
-        operator: which reads them; None: the one that its config means.
+        operator: which reads them; None: the one that its config means, on the target (None: any), see
+            `stored_layers.operator_of`.
         all_skipped: whether layers of which none can be read are an answer too, with the reason of each.
 
     Raises:
@@ -120,7 +119,7 @@ def of_folder(path: str | Path, operator: str | None = None, *, all_skipped: boo
     checkpoint, found = _Sampled(path), Layers()
     for name in checkpoint.layers():
         try:
-            found.add(name, _kind(checkpoint, name, operator))
+            found.add(name, _kind(checkpoint, name, operator, target))
         except ArgumentError as error:
             found.skipped[name] = error.constraint.removeprefix("cannot be read: ")
     if not (found.kinds or (all_skipped and found.skipped)):
@@ -130,13 +129,11 @@ def of_folder(path: str | Path, operator: str | None = None, *, all_skipped: boo
     return found
 
 
-def _kind(checkpoint: _Sampled, name: str, operator: str | None) -> Linear:
+def _kind(checkpoint: _Sampled, name: str, operator: str | None, target: Target | None) -> Linear:
     convention, config = checkpoint.layers()[name], checkpoint.layer(name)
     if config.skip:
         raise ArgumentError("name", name, config.skip, "load_model names the same reason")
-    fits = [it for it, (family, _) in FAMILIES.items() if not family.refuses(convention, config)]
-    fits.sort(key=lambda it: (it == "w8a8", FAMILIES[it][0].bits != config.bits))  # where 16-bit x can be, it is
-    chosen = operator or next(iter(fits), "w4a16")
+    chosen = operator or operator_of(convention, config, target)
     facts = checkpoint.facts(name, chosen, config)
     n = checkpoint.output_features(name)
     symmetric = facts.symmetric and checkpoint.is_even(name, n)

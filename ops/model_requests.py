@@ -21,6 +21,7 @@ from terrazzo.ops.checkpoints.reader import Checkpoint
 from terrazzo.ops.formats.weight import OPERATORS as WEIGHT_ONLY
 from terrazzo.ops.grouped import all_tokens
 from terrazzo.ops.model_layers import Layers, Linear, joined, of_architecture, split
+from terrazzo.ops.stored_layers import operator_of
 from terrazzo.ops.w4a8 import activations as w4a8_activations
 from terrazzo.ops.w4a8 import format as w4a8_format
 from terrazzo.ops.w4a8 import fp8_format
@@ -152,13 +153,13 @@ class Plan:
     layouts: dict[str, str] = field(default_factory=dict)
 
 
-def of_folder(path: str | Path, weights: Weights, *, all_skipped: bool = False) -> Model:
+def of_folder(path: str | Path, weights: Weights, *, all_skipped: bool = False, target: Target | None = None) -> Model:
     """A Hugging Face folder: its quantized layers, or, where it has none, those of its config.json.
 
     Args:
         weights: how float weights, or those of a folder without files of weights, are quantized; what the folder's
             quantization_config states counts first.
-        all_skipped: see `model_layers.of_folder`.
+        all_skipped, target: see `model_layers.of_folder`.
 
     Raises:
         ArgumentError: no folder, or one that tells neither layers nor an architecture.
@@ -173,7 +174,7 @@ def of_folder(path: str | Path, weights: Weights, *, all_skipped: bool = False) 
         skipped["attention"] = f"{error.argument} = {error.value}: {error.constraint}"
     stored = sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]
     if stored and Checkpoint(folder).layers():
-        layers = model_layers.of_folder(folder, weights.operator, all_skipped=all_skipped)
+        layers = model_layers.of_folder(folder, weights.operator, all_skipped=all_skipped, target=target)
         scales = {kind.scale_dtype for kind in layers.kinds} & set(_DTYPES.values())
         dtype = dtype or (scales.pop() if len(scales) == 1 else "float16")
         return Model(folder.name, layers, architecture, dtype, True, skipped)
@@ -181,7 +182,7 @@ def of_folder(path: str | Path, weights: Weights, *, all_skipped: bool = False) 
         reason = next(iter(skipped.values()))
         raise ArgumentError("folder", str(path), f"has no quantized layers, and {reason}", "see --model and --shape")
     dtype, stated = dtype or "float16", Config.of_folder(folder)
-    weights = _stated(stated, weights) if stated.raw else weights
+    weights = _stated(stated, weights, target) if stated.raw else weights
     return Model(folder.name, weights.layers(architecture, dtype), architecture, dtype, bool(stated.raw), skipped)
 
 
@@ -192,7 +193,7 @@ def _dtype(config: Mapping[str, Any]) -> str | None:
     return next((_DTYPES[it.removeprefix("torch.")] for it in said if it.removeprefix("torch.") in _DTYPES), None)
 
 
-def _stated(config: Config, weights: Weights) -> Weights:
+def _stated(config: Config, weights: Weights, target: Target | None) -> Weights:
     """What a quantization_config says of a usual layer; groups of a multiple of 128 are read as groups of 128."""
     layer, size = config.layer("model.layers.0.mlp.down_proj"), 128
     if layer.group_size == -1:
@@ -201,8 +202,11 @@ def _stated(config: Config, weights: Weights) -> Weights:
         size = layer.group_size
     symmetric = config.raw.get("zero_point") is False if layer.symmetric is None else layer.symmetric
     operator, inputs = weights.operator, ""
+    floats = bool(layer.inputs) or layer.format == "fp8" or layer.version == "float-quantized"
+    stored = layer.bits == 8 and (floats or layer.version == "int-quantized")
+    if operator is None and stored and operator_of("fp8" if floats else "int_quantized", layer, target) == "w8a8":
+        operator = "w8a8"
     if operator in _W8A8:
-        floats = layer.inputs or layer.format == "fp8" or layer.version == "float-quantized"
         operator, inputs = ("w8a8_fp8", layer.inputs or "") if floats else ("w8a8", layer.activations or "")
     forms = dict(static="static" in inputs, zeros="asymmetric" in inputs)
     return replace(weights, group_size=size, symmetric=symmetric, operator=operator, **forms)

@@ -222,7 +222,10 @@ def _add_model(wanted: _Wanted, source: Path | str, at: Target, options: dict[st
     group = _group(_usual_group(op, dequantization) if options["group"] is None else options["group"], 0)
     forms = (options["symmetric"], options["scale_dtype"], options["dtype"])
     weights = model_requests.Weights(group, *forms, operator)
-    model = (model_requests.of_folder if isinstance(source, Path) else model_requests.of_name)(source, weights)
+    if isinstance(source, Path):
+        model = model_requests.of_folder(source, weights, target=at)
+    else:
+        model = model_requests.of_name(source, weights)
     if model.stored:
         _check_stored(source)
     kv = options["kv"] or (((model.dtype, model.dtype),) if op in (None, "attention") else ())

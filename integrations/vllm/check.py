@@ -100,7 +100,7 @@ def _refusal(kind: Linear, config: Config, name: str, dtype: str, target: Target
     if kind.operator in ("fp8", "mxfp4"):
         return None if config.method == "compressed-tensors" else _ITS_OWN
     stated = config.layer(_of_checkpoint(name))
-    if kind.operator in ("w8a8", "w8a8_fp8") or (kind.operator == "w8a16" and stated.activations):
+    if kind.operator in ("w8a8", "w8a8_fp8"):
         return _ITS_OWN
     activations = next((key for key, operator in ACTIVATIONS.items() if operator == kind.operator), None)
     if activations is None:

@@ -111,6 +111,11 @@ def check_flags(codes: str, block: bool, zeros: bool, static: bool = False) -> N
         raise ArgumentError("codes", codes, "blocks are of e4m3 and dynamic, zero points of int8", "leave the flag out")
 
 
+def runs_on(target: Target | None, codes: str) -> bool:
+    """Whether a target (None: any) has a program that multiplies such bytes, "int8" or "e4m3"."""
+    return target is None or target.supports("wgmma.s8" if codes == "int8" else "wgmma.e4m3")
+
+
 def check_wgmma(target: Target) -> None:
     """Raise ArgumentError unless the target has warpgroup instructions of bytes."""
     if not target.supports("wgmma.s8"):

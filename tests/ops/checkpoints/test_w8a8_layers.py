@@ -143,20 +143,41 @@ def test_kernels_of_a_folder_are_those_that_its_layers_launch(name, tmp_path):
     assert launched(w8a8.load_layer(folder, "layer")) <= found and not model.layers.skipped
 
 
-@pytest.mark.parametrize(
-    ("name", "operator"),
-    [("int8 by token", "w8a16"), ("fp8 static", "fp8"), ("int8 static", "w8a8"), ("int8 asymmetric by token", "w8a8")],
-)
-def test_bytes_are_multiplied_only_where_16_bit_activations_cannot_be(name, operator, tmp_path):
+@pytest.mark.parametrize("name", KINDS)
+def test_a_folders_layers_multiply_what_its_config_states(name, tmp_path):
     (kind,) = model_layers.of_folder(written(tmp_path, *KINDS[name][:2])).kinds
-    assert kind.operator == operator and kind.static == (name == "int8 static")
+    assert kind.operator == ("w8a8" if "int8" in name else "w8a8_fp8")
+    assert kind.static == (KINDS[name][2][0] is not None)
+
+
+NO_ACTIVATIONS = compressed(CHANNEL, None, "int-quantized")
+GROUPS = compressed(CHANNEL | {"strategy": "group", "group_size": 128}, TOKEN, "int-quantized")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "target", "operator"),
+    [
+        (KINDS["int8 by token"][0], NO_ACTIVATIONS, None, "w8a16"),
+        ({"weight": INT8, "weight_scale": torch.rand(N, 2) + 0.5}, GROUPS, None, "w8a16"),
+        (*KINDS["fp8 static"][:2], "sm_80", "fp8"),
+        (*KINDS["fp8 blocks"][:2], "sm_86", "fp8"),
+        (KINDS["fbgemm"][0], KINDS["fbgemm"][1] | {"activation_scale_ub": 1200.0}, None, "fp8"),
+        ({"weight": E4M3, **BY_ROW}, compressed(FLOAT | {"strategy": "channel"}, None, "float-quantized"), None, "fp8"),
+    ],
+)
+def test_activations_stay_in_16_bits_where_no_kernel_or_no_config_has_them_in_8(
+    tensors, config, target, operator, tmp_path
+):
+    at = None if target is None else Target.parse(target)
+    (kind,) = model_layers.of_folder(written(tmp_path, tensors, config), target=at).kinds
+    assert kind.operator == operator
 
 
 @pytest.mark.parametrize("name", ["int8 static", "int8 asymmetric by token", "fp8 static", "fp8 blocks"])
 def test_a_config_without_files_says_how_bytes_are_made(name, tmp_path):
     stated = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps(stated | {"quantization_config": KINDS[name][1]}))
-    model = model_requests.of_folder(tmp_path, Weights(operator="w8a8"))
+    model = model_requests.of_folder(tmp_path, Weights())
     expected = ("w8a8" if "int8" in name else "w8a8_fp8", "static" in name, "asymmetric" in name)
     assert {(kind.operator, kind.static, kind.zeros) for kind in model.layers.kinds} == {expected}
     assert model_requests.plan(model, Serving(Target.parse("sm_90a"), model.dtype)).requests
