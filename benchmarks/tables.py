@@ -295,29 +295,58 @@ def layer_kernels(result: Mapping[str, Any], source: str) -> str:
 
 
 def engine(result: Mapping[str, Any], source: str) -> str:
-    """Time of an output token inside vLLM, kernels beside each other."""
+    """Time of an output token inside vLLM, kernels beside each other; what products gain, and what the engine does."""
     rows: dict[tuple, dict[str, Mapping[str, Any]]] = {}
     for row in result["rows"]:
-        key = (row["shape"], row["weights"], row["kv"], row["batch"])
+        key = (row["shape"], row["layers"], row["weights"], row["kv"], row["batch"])
         rows.setdefault(key, {})[row["kernel"]] = row
     peers = sorted({row["kernel"] for row in result["rows"]} - {"terrazzo"})
     lines = []
-    for (shape, weights, kv, batch), found in rows.items():
+    for (shape, layers, weights, kv, batch), found in sorted(rows.items()):
         ours = found.get("terrazzo")
         cells = [f"{ours['step_ms']:.2f} ({ours['tokens_s']:.0f})" if ours else ""]
         for peer in peers:
             row = found.get(peer)
             faster = f", {row['step_ms'] / ours['step_ms']:.2f}x" if row and ours else ""
             cells.append(f"{row['step_ms']:.2f} ({row['tokens_s']:.0f}){faster}" if row else "")
-        lines.append((f"`{shape}`", f"`{weights}`", f"`{kv}`", str(batch), *cells))
+        lines.append((f"`{shape}`, {layers} layers", f"`{weights}`", f"`{kv}`", str(batch), *cells))
     first = result["rows"][0]
     text = (
-        f"vLLM {result['vllm']}, {first['layers']} layers, prompts of {first['prompt']} tokens, {first['output']} new "
-        f"ones: milliseconds of an output token after the last prefill, in brackets tokens/s from end to end, then how "
-        f"many times as fast ours is, {setting(result, source)}"
+        f"vLLM {result['vllm']}, prompts of {first['prompt']} tokens, {first['output']} new ones: milliseconds of an "
+        f"output token after the last prefill, in brackets tokens/s from end to end, then how many times as fast ours "
+        f"is, {setting(result, source)}"
     )
     head = ("model", "weights", "cache", "requests", "terrazzo", *peers)
-    return text + "\n\n" + report.markdown(head, lines) + step_parts(result)
+    return text + "\n\n" + report.markdown(head, lines) + gains(result) + step_parts(result)
+
+
+PLAIN = ("w4a16", "gptq")
+"""Weights of 4 bits beside activations of 16, which those of 8 bits are compared with."""
+
+
+def gains(result: Mapping[str, Any]) -> str:
+    """How many times as fast products, a step and whole requests are, of ours beside each other configuration of the
+    same batches; "" where nothing stands beside ours."""
+    place = lambda row: [row[name] for name in ("shape", "layers", "kv", "batch", "prompt", "output")]
+    lines = []
+    for ours in (row for row in result["rows"] if row["kernel"] == "terrazzo"):
+        for peer in (row for row in result["rows"] if place(row) == place(ours)):
+            fewer = ours["weights"] not in PLAIN and peer["weights"] in PLAIN and peer["kernel"] == "terrazzo"
+            if not fewer and (peer["weights"] != ours["weights"] or peer is ours):
+                continue
+            beside = f"ours, `{peer['weights']}`" if fewer else peer["kernel"]
+            spent = [parts(row)["products"] for row in (peer, ours) if "kernels_ms" in row]
+            products = f"{spent[1]:.2f}, {spent[0] / spent[1]:.2f}x" if len(spent) == 2 else ""
+            step, whole = peer["step_ms"] / ours["step_ms"], ours["tokens_s"] / peer["tokens_s"]
+            where = (f"`{ours['shape']}`", f"`{ours['weights']}`", str(ours["batch"]), beside)
+            lines.append((*where, products, f"{step:.2f}x", f"{whole:.2f}x"))
+    if not lines:
+        return ""
+    head = ("model", "weights", "requests", "beside", "products", "output token", "tokens/s")
+    said = (
+        "What kernels gain, and what is left of it in the engine: milliseconds of our products in a step, and ratios."
+    )
+    return f"\n\n{said}\n\n{report.markdown(head, lines)}"
 
 
 def kv_engine(result: Mapping[str, Any], source: str) -> str:
@@ -354,7 +383,7 @@ def kv_engine(result: Mapping[str, Any], source: str) -> str:
 
 PARTS = {
     "attention": ("flash", "prepare_varlen", "reshape_and_cache"),
-    "products": ("machete", "marlin", "humming", "GemmUniversal", "quant"),
+    "products": ("machete", "marlin", "humming", "GemmUniversal", "quant", "fused_moe", "moe_wna16"),
     "head": ("nvjet", "gemm", "cublas", "splitK"),
 }
 """Part of a step -> what names of vLLM's kernels have in them; ours are called main_kernel, the rest is neither."""
@@ -367,20 +396,26 @@ def part_of(row: Mapping[str, Any], name: str) -> str:
     return next((part for part, words in PARTS.items() if any(word in name for word in words)), "others")
 
 
+def parts(row: Mapping[str, Any]) -> dict[str, float]:
+    """Milliseconds of a step in each part of it, of a row that was profiled."""
+    spent = dict.fromkeys((*PARTS, "others"), 0.0)
+    for name, each in row["kernels_ms"].items():
+        spent[part_of(row, name)] += each
+    return spent
+
+
 def step_parts(result: Mapping[str, Any]) -> str:
     """Where the step of each row went that was profiled, "" where none was."""
     lines = []
     for row in (row for row in result["rows"] if "kernels_ms" in row):
-        spent = dict.fromkeys((*PARTS, "others"), 0.0)
-        for name, each in row["kernels_ms"].items():
-            spent[part_of(row, name)] += each
+        spent = parts(row)
         idle = max(0.0, row["step_ms"] - sum(spent.values()))
         cache = f"{row['kv']}, {'ours' if row.get('attention') == 'terrazzo' else 'vLLM'}"
-        place = (f"`{row['weights']}`", row["kernel"], cache, f"{row['batch']} x {row['prompt']}")
+        place = (f"`{row['shape']}`", f"`{row['weights']}`", row["kernel"], cache, f"{row['batch']} x {row['prompt']}")
         lines.append((*place, f"{row['step_ms']:.2f}", *(f"{each:.2f}" for each in spent.values()), f"{idle:.2f}"))
     if not lines:
         return ""
-    head = ("weights", "products", "cache", "requests x prompt", "step", *PARTS, "others", "no kernel")
+    head = ("model", "weights", "products", "cache", "requests x prompt", "step", *PARTS, "others", "no kernel")
     said = "Where a step's milliseconds go, by a profiler in a run of its own; the head is the product with all words:"
     return f"\n\n{said}\n\n{report.markdown(head, lines)}"
 

@@ -158,12 +158,30 @@ def test_a_table_says_where_a_step_goes():
     result = dict(rows=[row(), row(step_ms=2.0, kernels_ms=kernels)])
     cells = [cell.strip() for cell in tables.step_parts(result).splitlines()[-1].split("|")[1:-1]]
     assert cells == [
-        "`w4a16`", "terrazzo", "auto, vLLM", "1 x 1024", "2.00", "0.50", "1.00", "0.25", "0.12", "0.12",
+        "`llama-3-8b`", "`w4a16`", "terrazzo", "auto, vLLM", "1 x 1024", "2.00", "0.50", "1.00", "0.25", "0.12", "0.12",
     ]  # fmt: skip
     ours = row(kernel="machete", attention="terrazzo")
     assert tables.part_of(ours, "main_kernel") == "attention"
     assert tables.part_of(ours, "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<") == "products"
     assert tables.step_parts(dict(rows=[row()])) == ""
+
+
+def test_a_table_sets_the_gain_of_kernels_beside_that_of_the_engine():
+    """Ours beside other kernels of the same weights, and 8-bit activations beside 16-bit ones of ours."""
+    result = dict(gpu="H100", torch="2", date="2026", commit="1", vllm="0.26.0")
+    result["rows"] = [
+        row(kernel="machete", step_ms=4.0, tokens_s=200.0, kernels_ms={"machete_mm": 3.0}),
+        row(kernels_ms={"main_kernel": 1.5}),
+        row(weights="w4a8", step_ms=2.0, tokens_s=500.0),
+        row(kernel="marlin", batch=16),
+    ]
+    cells = [[cell.strip() for cell in line.split("|")[2:-1]] for line in tables.gains(result).splitlines()[6:]]
+    assert cells == [
+        ["`w4a16`", "1", "machete", "1.50, 2.00x", "1.60x", "2.00x"],
+        ["`w4a8`", "1", "ours, `w4a16`", "", "1.25x", "1.25x"],
+    ]
+    assert tables.gains(dict(rows=[row(kernel="marlin")])) == ""
+    assert tables.gains(result) in tables.engine(result, "f.json")
 
 
 @pytest.mark.parametrize(
