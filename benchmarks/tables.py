@@ -175,6 +175,24 @@ def written(result: Mapping[str, Any], source: str) -> str:
     )
 
 
+ESTIMATES = {
+    "w4a16-g128/float16": ((1, 1024, 2.44), (1, 8192, 2.75), (16, 1024, 3.16), (16, 8192, 8.09), (64, 1024, 5.69),
+                           (64, 8192, 25.41)),
+    "w4a16-g128/int4": ((1, 1024, 2.41), (1, 8192, 2.49), (16, 1024, 2.64), (16, 8192, 3.95), (64, 1024, 3.62),
+                        (64, 8192, 8.86)),
+    "w4a8-g64/int4": ((1, 1024, 2.34), (1, 8192, 2.42), (16, 1024, 2.51), (16, 8192, 3.82), (64, 1024, 3.20),
+                      (64, 8192, 8.43)),
+}  # fmt: skip
+"""Weights and cache -> batch, context, and ms of a step on an H100 as estimated before the kernels between products
+were written: measured products and attention, 2 us for each of four small kernels of a layer."""
+
+
+def estimate(row: Mapping[str, Any]) -> float | None:
+    """Of a row's `ms`; None where there is none."""
+    known = {f"{batch}x{context}:{kind}": ms for kind, made in ESTIMATES.items() for batch, context, ms in made}
+    return known.get(row["row"]) if row["layers"] == 32 else None
+
+
 def decode_step(result: Mapping[str, Any], source: str) -> str:
     """A decode step of a whole model: time, floor by bytes, its parts, and transformers' own step."""
     rows = [row for row in result["rows"] if row["ms"]]
@@ -182,25 +200,27 @@ def decode_step(result: Mapping[str, Any], source: str) -> str:
     products = ("qkv", "o", "gate_up", "down")
     share = lambda row, *parts: f"{sum(row['parts'].get(name, 0) for name in parts):.2f}" if row.get("parts") else ""
     head_of = lambda row: f", head `{row['head']}`" if row.get("head", "f16") != "f16" else ""
+    beside = lambda row: f"{estimate(row):.2f} ({row['ms'] / estimate(row):.2f})" if estimate(row) else ""
     lines = [
         (
             f"{row['batch']} x {row['context']}" + (f", {row['new']} new" if row["new"] > 1 else ""),
             f"`{row['weights']}`", f"`{row['k_format']}/{row['v_format']}`" + head_of(row), f"{row['ms']:.2f}",
-            f"{row['floor_ms']:.2f}", share(row, *products),
+            f"{row['floor_ms']:.2f}", beside(row), share(row, *products),
             *(share(row, name) for name in ("quantize", "attention", "append", "head")),
             share(row, "norm", "gate", "rope", "glue"),
             *(f"{row['peers'][n]:.2f}" if n in row["peers"] else "" for n in names),
         )
         for row in sorted(rows, key=lambda row: (row["new"], row["batch"] * row["context"]))
     ]  # fmt: skip
-    head = ("batch x context", "weights", "keys/values", "ms", "floor", "products", "quantizers", "attention", "append",
-            "head", "glue")  # fmt: skip
+    head = ("batch x context", "weights", "keys/values", "ms", "floor", "estimate", "products", "quantizers",
+            "attention", "append", "head", "glue")  # fmt: skip
     table = report.markdown((*head, *(f"`{name}`" for name in names)), lines, range(3, len(head) + len(names)))
     layers = ", ".join(str(n) for n in dict.fromkeys(row["layers"] for row in rows))
     return (
         f"A decode step of a model of Llama-3-8B's shapes ({layers} layers, random weights, f16 head unless said), one "
-        "CUDA graph: milliseconds, those of its bytes at the copy's speed, its parts measured alone (glue is the rest: "
-        "norms, rotations, gates, what launches cost), and transformers' f16 step with a static cache, "
+        "CUDA graph: milliseconds, those of its bytes at the copy's speed, an estimate made before the kernels between "
+        "products were written and in brackets the time over it, parts measured alone (glue is the rest: norms, "
+        "rotations, gates, what launches cost), and transformers' f16 step with a static cache, "
         f"{setting(result, source)}\n\n{table}"
     )
 
@@ -268,6 +288,10 @@ def load_time(result: Mapping[str, Any], source: str) -> str:
     )
 
 
+FEW, OVER_EMPTY_US, MANY, OF_COPY = 16, 0.4, 1024, 1.10
+"""What kernels between products are to reach, with few rows and with many."""
+
+
 def layer_kernels(result: Mapping[str, Any], source: str) -> str:
     """Kernels between products: over an empty kernel where rows are few, over a copy of the same bytes elsewhere."""
     rows = [row for row in result["rows"] if row["us"]]
@@ -284,13 +308,17 @@ def layer_kernels(result: Mapping[str, Any], source: str) -> str:
         ]
         return said + (f" ({', '.join(ratios)})" if ratios else "")
 
+    few, many = ([row for row in rows if test(row["m"])] for test in (lambda m: m <= FEW, lambda m: m >= MANY))
+    kept = sum(row["over_empty_us"] <= OVER_EMPTY_US for row in few), sum(row["of_copy"] <= OF_COPY for row in many)
     named = {"norm": "sum, RMSNorm", "act": "silu(gate) * up"}
     lines = [(named[p[0]], f"`{p[1]}`", p[2], *(cell(at.get((*p, m))) for m in ms)) for p in places]
     table = report.markdown(("kernel", "codes", "K", *(f"{m} rows" for m in ms)), lines, range(2, 3 + len(ms)))
     return (
         "Kernels between a layer's products: with few rows, which stay in L2, microseconds over an empty kernel in a "
         "chain; with many, time over a copy of the same bytes. Beside them the time of `separate` kernels of this "
-        f"library and of vLLM's, over ours, {setting(result, source)}\n\n{table}"
+        f"library and of vLLM's, over ours, {setting(result, source)} The aims: up to {FEW} rows at most "
+        f"{OVER_EMPTY_US} us over an empty kernel, which {kept[0]} of {len(few)} cases reach; from {MANY} rows on at "
+        f"most {OF_COPY:.2f} of a copy's time, which {kept[1]} of {len(many)} reach.\n\n{table}"
     )
 
 

@@ -83,4 +83,19 @@ def test_the_table_has_every_measured_row():
     }  # fmt: skip
     text = tables.decode_step(result, "benchmarks/results/decode_step_h100.json")
     assert tables.owner("decode_step_h100.json") == "decode_step_*.json"
-    assert "| 3.25 | 1.50 | 2.25 |" in text and "| 9.90 |" in text and "4.00" in text
+    assert "| 3.25 | 1.50 | 2.41 (1.35) | 2.25 |" in text and "| 9.90 |" in text and "4.00" in text
+
+
+def test_the_table_of_small_kernels_counts_what_reaches_its_aim():
+    from benchmarks import tables
+
+    row = {"kernel": "norm", "quant": "int8", "k": 4096, "m": 1, "us": 1.0, "resident": True, "peers": {}}
+    rows = [
+        {**row, "over_empty_us": 0.4, "of_copy": 2.0},
+        {**row, "m": 16, "over_empty_us": 0.41, "of_copy": 2.0},
+        {**row, "m": 64, "over_empty_us": 0.1, "of_copy": 1.0},
+        {**row, "m": 1024, "over_empty_us": 9.0, "of_copy": 1.1, "resident": False},
+    ]
+    result = {"gpu": "NVIDIA H100", "torch": "2.11", "date": "2026-01-01", "commit": "abc", "rows": rows}
+    text = tables.layer_kernels(result, "benchmarks/results/layer_kernels_h100.json")
+    assert "which 1 of 2 cases reach" in text and "which 1 of 1 reach" in text
