@@ -19,6 +19,7 @@ NAMES = {
     "vllm_marlin_int8": "Marlin int8", "humming_w4a8_int8": "humming int8",
     "humming_w4a8_int8_integers": "humming int8", "humming_w4a8_e4m3": "humming e4m3",
     "flash_attn3_f16": "FlashAttention-3 f16", "flash_attn3_f16_page128": "FlashAttention-3 f16",
+    "torch_bf16": "torch bf16", "vllm_triton": "vLLM's Triton experts",
     "flash_attn3_fp8": "FlashAttention-3 fp8", "flash_attn3_fp8_page128": "FlashAttention-3 fp8",
 }  # fmt: skip
 OWN = ("w4a16_symmetric_g32", "generic", "separate", "copy", "empty")
@@ -70,6 +71,18 @@ def decode(result: Mapping[str, Any]) -> dict[str, Ratios]:
     return {title: means(ratios) for title, ratios in found.items()}
 
 
+def experts(result: Mapping[str, Any]) -> dict[str, Ratios]:
+    """Grouped products of layers with a router, where another package's experts ran too; sizes are tokens."""
+    rivals = ("torch_bf16", "vllm_triton")
+    found: dict[str, list[tuple[str, int, float]]] = {}
+    for row in (row for row in result["rows"] if row["us"] and row["m"] != row["tokens"] * row["experts"]):
+        times = {peer: row[peer] for peer in rivals if row.get(peer)}
+        if "vllm_triton" in times:
+            ratios = ((peer, row["tokens"], us / row["us"]) for peer, us in times.items())
+            found.setdefault(f"{TITLES.get(row['op'], row['op'])}, experts", []).extend(ratios)
+    return {title: means(ratios) for title, ratios in found.items()}
+
+
 def decode_step(result: Mapping[str, Any]) -> dict[str, Ratios]:
     """A decode step of a whole model; sizes are sequences."""
     found: dict[str, list[tuple[str, int, float]]] = {}
@@ -100,6 +113,7 @@ def engine(result: Mapping[str, Any]) -> dict[str, Ratios]:
 
 KINDS: dict[str, Callable[[Mapping[str, Any]], dict[str, Ratios]]] = {
     **{f"{op}_*.json": products for op in ("w4a16", "w4a8", "w4afp8", "w4ax", "weight_only")},
+    "grouped_h*.json": experts,
     "attention_h*.json": decode,
     "decode_step_*.json": decode_step,
     "engine_*.json": engine,

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks import choice, headline, kv_choice, report, tables
+from benchmarks import choice, headline, kv_choice, report, shared_records, tables
 
 ROOT = Path(__file__).parents[1]
 LINEAR = ("w4a16", "w4a8", "w4afp8", "w4ax")
@@ -91,6 +91,13 @@ def of(
     return lambda: "\n\n".join(tables_of(makers)) or none
 
 
+def shared() -> str:
+    """What another GPU's records are worth, for docs/tuning.md."""
+    files = sorted(report.RESULTS.glob("shared_records_*.json"))
+    parts = [shared_records.table(json.loads(path.read_text()), path.relative_to(ROOT).as_posix()) for path in files]
+    return "\n\n".join(parts) or "Not measured yet."
+
+
 def models() -> str:
     """The table of models that `--model` knows."""
     from terrazzo.schedules.models import MODELS
@@ -117,6 +124,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "engine": of({"engine_*.json": tables.engine}),
     "kv-engine": of({"kv_engine_*.json": tables.kv_engine}, "Tokens/s inside vLLM: not measured yet."),
     "models": models,
+    "shared-records": shared,
 }
 PAGES = (
     "operators",

@@ -12,10 +12,11 @@ import argparse
 import sys
 import time
 from dataclasses import asdict
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks import report, tables
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -28,7 +29,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def rows(trials: list[Any], table: Any, target: Any) -> list[dict[str, Any]]:
-    """A row of each problem whose heuristic, best and recorded schedule have times; microseconds, medians."""
+    """A row of each problem whose heuristic has a time; microseconds, medians. `other_us` is the recorded schedule's,
+    None where the table has none or it was not timed."""
     from terrazzo.autotune.database import best, medians
     from terrazzo.autotune.proposed import of_table
 
@@ -38,34 +40,48 @@ def rows(trials: list[Any], table: Any, target: Any) -> list[dict[str, Any]]:
         problem = one.trial.problem
         other = of_table(table, problem, target)
         us = other and times.get((problem, other.program, tuple(sorted(other.params.items()))))
-        if us is None or one.heuristic_us is None:
+        if one.heuristic_us is None:
             continue
         own = (one.trial.program, dict(one.trial.params))
+        fastest = min(it for it in (one.trial.us, us, one.heuristic_us) if it is not None)
         found.append(
             {
-                "op": problem.op, "n": problem.n, "k": problem.k, "m": problem.m,
-                "heuristic_us": round(one.heuristic_us, 3), "other_us": round(us, 3),
-                "us": round(min(one.trial.us, us, one.heuristic_us), 3), "same": own == (other.program, other.params),
-                "tried": one.tried,
+                "op": problem.op, "problem": problem.what, "m": problem.m, "heuristic_us": round(one.heuristic_us, 3),
+                "other_us": None if us is None else round(us, 3), "us": round(fastest, 3),
+                "same": us is not None and own == (other.program, other.params), "tried": one.tried,
             }
         )  # fmt: skip
     return found
 
 
 def summary(found: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """For each operator and all sizes of M below and from 64: problems, and both over the best, mean and worst."""
+    """For each operator, and sizes of M below and from 64: problems and the heuristic over the best, mean and worst;
+    of those with a record, how many, and the same of the heuristic and of the record."""
     lines = []
     for op in dict.fromkeys(row["op"] for row in found):
-        for name, keep in (("M < 64", lambda m: m < 64), ("M >= 64", lambda m: m >= 64)):
+        for name, keep in (("below 64", lambda m: m < 64), ("from 64", lambda m: m >= 64)):
             here = [row for row in found if row["op"] == op and keep(row["m"])]
-            if not here:
-                continue
-            cells = []
-            for which in ("heuristic_us", "other_us"):
-                ratios = [row[which] / row["us"] for row in here]
-                cells += [f"{report.geomean(ratios):.3f}", f"{max(ratios):.2f}"]
-            lines.append((op, name, str(len(here)), *cells))
+            known = [row for row in here if row["other_us"] is not None]
+            if here:
+                both = (*over(known, "heuristic_us"), *over(known, "other_us"))
+                lines.append((op, name, str(len(here)), *over(here, "heuristic_us"), str(len(known)), *both))
     return lines
+
+
+def over(found: list[dict[str, Any]], which: str) -> tuple[str, str]:
+    """A time over the best: geometric mean, worst; "" without rows."""
+    ratios = [row[which] / row["us"] for row in found]
+    return (f"{report.geomean(ratios):.3f}", f"{max(ratios):.2f}") if ratios else ("", "")
+
+
+def table(result: dict[str, Any], source: str) -> str:
+    """The summary of a file, as docs/tuning.md has it."""
+    other = result["other"].removeprefix("NVIDIA ")
+    lines = [(f"`{op}`", *cells) for op, *cells in summary(result["rows"])]
+    heads = ("operator", "M", "problems", "heuristic", "worst")
+    heads += ("with a record", "heuristic", "worst", f"{other}'s record", "worst")
+    said = f"Times over the fastest that was tried, geometric mean and worst, {tables.setting(result, source)}"
+    return f"{said}\n\n{report.markdown(heads, lines, range(2, len(heads)))}"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -74,15 +90,16 @@ def run(options: argparse.Namespace) -> int:
     from terrazzo.autotune.runner import resolve
     from terrazzo.schedules.records import Table
 
-    start, table = time.perf_counter(), Table.read(options.table)
+    start, other = time.perf_counter(), Table.read(options.table)
     with Database(options.database, create=False) as database:
-        trials = [it for it in database.trials() if it.machine.gpu != table.gpu]
+        trials = [it for it in database.trials() if it.machine.gpu != other.gpu]
     if not trials:
-        print(f"{options.database} has no trials of another GPU than {table.gpu}", file=sys.stderr)
+        print(f"{options.database} has no trials of another GPU than {other.gpu}", file=sys.stderr)
         return 2
     machine = trials[-1].machine
-    found = rows(trials, table, resolve(Job(), machine))
-    result = {**asdict(machine), "other": table.gpu, "commit": options.commit, "rows": found}
+    found = rows(trials, other, resolve(Job(), machine))
+    date = datetime.now(timezone.utc).date().isoformat()
+    result = {**asdict(machine), "date": date, "other": other.gpu, "commit": options.commit, "rows": found}
     for line in summary(found):
         print("  ".join(line))
     out = options.out or report.RESULTS / report.file_name("shared_records", machine.gpu)

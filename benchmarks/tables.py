@@ -84,21 +84,26 @@ def ragged(result: Mapping[str, Any], source: str) -> str:
 
 
 def prefill(result: Mapping[str, Any], source: str) -> str:
-    """Prefill attention: TFLOP/s and ratio to the fastest f16 attention of torch."""
+    """Prefill attention: TFLOP/s and ratios to the fastest attention in f16 and, where it ran, in fp8."""
+    every = {peer for row in result["rows"] for peer in row.get("peers") or ()}
+    packages = any(not peer.startswith("sdpa_") for peer in every)
+    columns = {f"over {'' if packages else 'torch '}f16": lambda peer: "fp8" not in peer}
+    columns |= {"over fp8": lambda peer: "fp8" in peer} if any("fp8" in peer for peer in every) else {}
     lines = []
     for row in (row for row in result["rows"] if row["us"]):
         past = row["kv_len"] - row["new"]
-        best = min(row["peers"].values()) if row.get("peers") else None
+        peers = row.get("peers") or {}
+        best = [min((us for peer, us in peers.items() if of(peer)), default=None) for of in columns.values()]
         after = f" after {past}" if past else ""
         lines.append((
             f"{row['batch']} x {row['q_heads']}/{row['kv_heads']}, {row['new']} new{after}",
             f"`{row['k_format']}/{row['v_format']}`", row["mode"], f"{row['us']:.0f}", f"{row['tflops']:.0f}",
-            f"{best / row['us']:.2f}x" if best else "",
+            *(f"{us / row['us']:.2f}x" if us else "" for us in best),
         ))  # fmt: skip
-    table = report.markdown(
-        ("prompt", "keys/values", "new tokens", "us", "TFLOP/s", "over torch f16"), lines, range(3, 6)
-    )
-    return f"Prefill attention, causal, beside torch's fastest f16 attention, {setting(result, source)}\n\n{table}"
+    heads = ("prompt", "keys/values", "new tokens", "us", "TFLOP/s", *columns)
+    beside = "the fastest other attention, of torch or of a package" if packages else "torch's fastest f16 attention"
+    table = report.markdown(heads, lines, range(3, len(heads)))
+    return f"Prefill attention, causal, beside {beside}, {setting(result, source)}\n\n{table}"
 
 
 def grouped(result: Mapping[str, Any], source: str) -> str:

@@ -348,7 +348,14 @@ def test_tables_of_other_results(monkeypatch, tmp_path, result):
     cache = {"k_format": "int4", "v_format": "int4", "batch": 8, "q_heads": 32, "kv_heads": 8}
     decode = cache | {"kv_len": 32768, "q_len": 4, "page": 0, "us": 80.0, "peers": {"a": 400.0, "b": 240.0}}
     paged = decode | {"page": 128, "us": 90.0}
-    prefill = cache | {"kv_len": 4096, "new": 512, "mode": "fresh", "us": 100.0, "tflops": 321.0, "peers": {"a": 90.0}}
+    prefill = cache | {
+        "kv_len": 4096,
+        "new": 512,
+        "mode": "fresh",
+        "us": 100.0,
+        "tflops": 321.0,
+        "peers": {"sdpa_a": 90.0},
+    }
     grouped = {"op": "w4a8", "layer": "8 experts", "m": 128, "us": 35.0, "copy_share": 0.85, "torch_bf16": 70.0}
     other = grouped | {"op": "w4a16", "vllm_triton": 52.5}
     parts = [
@@ -386,6 +393,10 @@ def test_tables_of_other_results(monkeypatch, tmp_path, result):
     assert "| 1 x 32/8 | 16 | 8192 | 90 | 30 | 3.00x |" in attention()
     assert "| 8 x 32/8 x 32K | 80.0, 81.0, 83.0 | 80.0, 81.0 |" in attention()
     assert "| 8 experts | 128 | `w4a8` | 35.0 | 85% | 2.00x |" in readme.figures()
+    assert "torch's fastest f16 attention" in attention() and "| 100 | 321 | 0.90x |" in attention()
+    both = prefill | {"peers": {"sdpa_a": 90.0, "flash_attn3_f16": 80.0, "flash_attn3_fp8": 50.0}}
+    (tmp_path / "attention_prefill_h200.json").write_text(json.dumps({**result, "rows": [both]}))
+    assert "| 100 | 321 | 0.80x | 0.50x |" in attention()
 
 
 def test_the_headline_takes_the_fastest_peer_of_each_size(monkeypatch, tmp_path, result):
@@ -407,7 +418,13 @@ def test_the_headline_takes_the_fastest_peer_of_each_size(monkeypatch, tmp_path,
     half = shared | {"dtype": "bfloat16", "us": 10.0, "peers": {"cublas_f16": 30.0, "vllm_marlin": 20.0}}
     brain = [half | {"k": k} for k in (64, 128, 192)]
     (folder / "w4a16_bf16_h100.json").write_text(json.dumps({**result, "gpu": "NVIDIA H100 80GB HBM3", "rows": brain}))
-    brains, product, engine = headline.table().splitlines()[2:]
+    layer = {"op": "w4a16", "m": 32, "tokens": 16, "experts": 8, "us": 10.0, "torch_bf16": 40.0}
+    even = layer | {"m": 128, "vllm_triton": 1.0}
+    stacks = [layer | {"vllm_triton": 30.0}, layer | {"vllm_triton": 120.0, "torch_bf16": 10.0}, layer, even]
+    (folder / "grouped_h200.json").write_text(json.dumps({**result, "gpu": "NVIDIA H200", "rows": stacks}))
+    brains, product, experts, engine = headline.table().splitlines()[2:]
+    assert "| [W4A16, experts](" in experts and "| H200 | torch bf16, vLLM's Triton experts |" in experts
+    assert [cell.strip() for cell in experts.split("|")[4:]] == ["", "", "2.00x", "", "", "", "", ""]
     assert product.startswith("| [W4A16, one shape](benchmarks/results/w4a16_h200.json) | H200 | cuBLAS f16, Marlin |")
     assert brains.startswith(
         "| [W4A16, bfloat16](benchmarks/results/w4a16_bf16_h100.json) | H100 | cuBLAS bf16, Marlin |"

@@ -218,6 +218,22 @@ def test_schedules_of_a_table_are_tried_right_behind_the_heuristics(tmp_path):
         runner.candidates(problem, h100, replace(job, tables=("nowhere.json",)))
 
 
+def test_attention_is_compared_too():
+    from benchmarks import shared_records
+
+    job = Job(ops=("attention",), caches=("8x32/8x4k",), formats=("int4/int4",))
+    target, (problem,) = runner.Target.parse("nvidia/nvidia-h100"), job.problems()
+    usual = runner.candidates(problem, target, job)[0]
+    machine = Machine("sm_90a", target.name, target.sms, **records.versions())
+    params = tuple(sorted(usual.params.items()))
+    trial = Trial(problem, usual.program, params, machine, "ok", 9.0, 0.01, role="heuristic", uid="1")
+    record = {"op": problem.op, "facts": dict(problem.facts), "m": problem.m, "us": 9.0, **records.versions()}
+    record |= {"program": usual.program, "schedule": usual.params}
+    table = records.Table({"schema": 1, "gpu": "NVIDIA H200", "sms": 132, "records": [record]}, "")
+    (row,) = shared_records.rows([trial], table, target)
+    assert row["problem"] == problem.what and row["same"] and row["other_us"] == row["us"] == 9.0
+
+
 def test_the_records_of_another_gpu_are_held_against_the_heuristic(tmp_path, capsys):
     """From a job's trials: problems where the record was tried, its time and the heuristic's beside the best."""
     from benchmarks import shared_records
@@ -243,8 +259,12 @@ def test_the_records_of_another_gpu_are_held_against_the_heuristic(tmp_path, cap
     assert [(row["m"], row["heuristic_us"], row["other_us"], row["us"]) for row in found["rows"]] == [
         (16, 12.0, 10.0, 9.0),
         (64, 12.0, 10.0, 9.0),
+        (256, 12.0, None, 9.0),
     ]
-    assert "M >= 64  1  1.333  1.33  1.111  1.11" in capsys.readouterr().out
+    assert "from 64  2  1.333  1.33  1  1.333  1.33  1.111  1.11" in capsys.readouterr().out
+    assert "| `w4a16` | below 64 | 1 | 1.333 | 1.33 | 1 | 1.333 | 1.33 | 1.111 | 1.11 |" in shared_records.table(
+        found, ""
+    )
     table.write_text(table.read_text().replace("NVIDIA H200", h100.name))
     assert shared_records.main(command) == 2  # its own records are no other GPU's
 
