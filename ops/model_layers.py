@@ -263,9 +263,13 @@ def of_architecture(
     return found
 
 
-def joined(found: Layers) -> Layers:
-    """The layers, and beside them what engines make of them: qkv and gate_up as one, the experts of a layer as one."""
-    made = Layers(skipped=dict(found.skipped))
+def joined(found: Layers, parts: bool = True) -> Layers:
+    """The layers, and beside them what engines make of them: qkv and gate_up as one, the experts of a layer as one.
+
+    Args:
+        parts: whether layers that became part of another are named, too.
+    """
+    made, within = Layers(skipped=dict(found.skipped)), set()
     by_name = {name: kind for kind, names in found.kinds.items() for name in names}
     for kind, names in found.kinds.items():
         made.kinds[kind] = list(names)
@@ -274,10 +278,11 @@ def joined(found: Layers) -> Layers:
         prefix, _, leaf = name.rpartition(".")
         families[prefix][leaf] = kind
     for prefix, leaves in families.items():
-        for leaf, parts in _JOINED.items():
-            own = [leaves[part] for part in parts if part in leaves]
-            if len(own) == len(parts) and len({_alike(it) for it in own}) == 1:
+        for leaf, names in _JOINED.items():
+            own = [leaves[part] for part in names if part in leaves]
+            if len(own) == len(names) and len({_alike(it) for it in own}) == 1:
                 kind = _beside(leaf, own)
+                within |= {f"{prefix}.{part}" for part in names}
                 by_name[f"{prefix}.{leaf}"] = kind
                 made.add(f"{prefix}.{leaf}", kind)
     stacks: dict[tuple[str, str], dict[int, Linear]] = defaultdict(dict)
@@ -286,11 +291,18 @@ def joined(found: Layers) -> Layers:
             stacks[match[1], match[3]][int(match[2])] = kind
     for (prefix, leaf), experts in stacks.items():
         kinds = {replace(kind, symmetric=False) for kind in experts.values()}
+        own = {f"{prefix}.{expert}.{leaf}" for expert in experts}
+        if own <= within and not parts:
+            continue
         if len(kinds) == 1:
+            within |= own
             symmetric = all(kind.symmetric for kind in experts.values())
             made.add(f"{prefix}.{leaf}", replace(kinds.pop(), symmetric=symmetric, experts=len(experts)))
         else:
             made.skipped[f"{prefix}.{leaf}"] = "its experts differ in shape or format, so they are no single launch"
+    if not parts:
+        left = {kind: [name for name in names if name not in within] for kind, names in made.kinds.items()}
+        made.kinds = {kind: names for kind, names in left.items() if names}
     return made
 
 

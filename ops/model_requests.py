@@ -64,6 +64,7 @@ class Serving:
         ranks: of tensor parallelism. q_lens: new tokens of a decode step. page: tokens of a page, 0 for contiguous.
         dequantization: of W4A8 on int8 activations. numerics: of W4A16.
         norms: whether RMSNorm stands in front of W4A8's quantizer, one kernel each. smooth: whether its vector does.
+        parts: whether layers that engines join, as q, k and v, are served by themselves, too.
     """
 
     target: Target
@@ -79,6 +80,7 @@ class Serving:
     numerics: str = "auto"
     norms: tuple[bool, ...] = (False, True)
     smooth: bool = True
+    parts: bool = True
 
     def tokens(self, known: Sequence[int], recorded: Sequence[int] = (), times: int = 1) -> list[int] | None:
         """One M of each bucket up to the one that holds the most tokens, of `known` and of tuned records; None: all.
@@ -244,7 +246,8 @@ def plan(model: Model, serving: Serving) -> Plan:
     """
     made, architecture = Plan(skipped=dict(model.skipped)), model.architecture
     if serving.linear:
-        layers = joined(split(model.layers, serving.ranks, architecture.kv_heads if architecture else serving.ranks))
+        own = split(model.layers, serving.ranks, architecture.kv_heads if architecture else serving.ranks)
+        layers = joined(own, serving.parts)
         made.kinds = layers.kinds
         made.skipped |= layers.skipped
         _linear(made, layers, architecture, serving)

@@ -78,5 +78,5 @@ def plans(part: Part, target: Target) -> Iterator[Plan]:
             for group in part.groups or (128,):
                 linear = part.operator != "attention"
                 weights = Weights(group, dtype=dtype, operator=part.operator if linear else None)
-                serving = Serving(target, dtype, linear, part.kv)
+                serving = Serving(target, dtype, linear, part.kv, parts=False)
                 yield model_requests.plan(model_requests.of_name(name, weights), serving)

@@ -37,6 +37,18 @@ def test_kernels_that_stand_in_for_others_are_in_the_wheel(monkeypatch):
     )
 
 
+def test_layers_that_engines_join_are_in_the_wheel_as_they_join_them():
+    (dense,) = ready.plans(Part("w4a16", ("llama-3.1-8b",), (128,), ("float16",)), SM_90A)
+    (experts,) = ready.plans(Part("w4a16", ("mixtral-8x7b",), (128,), ("float16",)), SM_90A)
+    wide = {kind.leaf: (kind.n, kind.k) for kind in dense.kinds}
+    joined = {"qkv_proj": (6144, 4096), "gate_up_proj": (28672, 4096)}
+    assert wide == joined | {"o_proj": (4096, 4096), "down_proj": (4096, 14336)}
+    assert {kind.leaf: kind.experts for kind in experts.kinds} == {
+        "qkv_proj": 0, "o_proj": 0, "gate_up_proj": 8, "down_proj": 8}  # fmt: skip
+    shaped = {(made["n"], made["k"]) for made in (dict(it.params) for it in dense.requests) if made.get("n")}
+    assert shaped == set(wide.values())
+
+
 def test_a_part_runs_where_the_registry_has_its_operator():
     runs = {arch: [it for it in ("w4a16", "w4a8", "w4a8_fp8", "attention") if ready.runs(it, Target.parse(arch))]
             for arch in ("sm_80", "sm_89", "sm_90a")}  # fmt: skip
