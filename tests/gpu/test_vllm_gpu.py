@@ -1,6 +1,7 @@
 """vLLM with our kernels on a GPU: the tokens of its own kernels up to ties, CUDA graphs included.
 
-Engines run in processes of their own, two at a time, with small models whose random weights depend on names alone.
+Engines run in processes of their own, two at a time, with small models. Their random weights depend on names and
+shapes of parameters alone; where shapes differ, of experts and of shards, models are folders that vLLM reads.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks.engine_model import SHAPES, write_config
+from tests.integrations import vllm_folders
 from tests.integrations.vllm_program import ask, install
 
 torch = pytest.importorskip("torch")
@@ -40,15 +42,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "marlin": dict(shape="small-llama", weights="w4a16", linear_backend="marlin", enforce_eager=True),
     "w4a8": dict(shape="small-llama", weights="w4a8", plugin=True, enforce_eager=True),
     "e4m3": dict(shape="small-llama", weights="w4a8-e4m3", dtype="bfloat16", plugin=True, enforce_eager=True),
-    "experts": dict(shape="small-qwen3-moe", weights="w4a16", dtype="bfloat16", plugin=True),
-    "emulated": dict(
-        shape="small-qwen3-moe",
-        weights="w4a16",
-        dtype="bfloat16",
-        moe_backend="emulation",
-        enforce_eager=True,
-    ),
+    "whole": dict(shape="small-llama", written="w4a16", plugin=True),
+    "experts": dict(shape="small-qwen3-moe", written="w4a16", dtype="bfloat16", plugin=True),
+    "exact": dict(shape="small-qwen3-moe", written="w4a16", exact=True, dtype="bfloat16", enforce_eager=True),
 }
+"""`weights`: of a config alone; `written`: key of `vllm_folders.CONFIGS`, `exact` the float model that it means."""
 
 
 def prompts(vocabulary: int) -> list[list[int]]:
@@ -59,21 +57,24 @@ def prompts(vocabulary: int) -> list[list[int]]:
 
 def run(name: str, folder: Path, **more: Any) -> dict[str, Any]:
     facts = dict(RUNS[name])
-    shape, weights, plugin = facts.pop("shape"), facts.pop("weights"), facts.pop("plugin", False)
-    dtype = facts.pop("dtype", "float16")
-    write_config(folder / name, shape, weights, 128, dtype)
+    shape, weights, plugin = facts.pop("shape"), facts.pop("weights", None), facts.pop("plugin", False)
+    dtype, written, exact = facts.pop("dtype", "float16"), facts.pop("written", None), facts.pop("exact", False)
+    if written:
+        model = str(vllm_folders.write(folder / name, shape, written, dtype)[exact])
+    else:
+        model = str(write_config(folder / name, shape, weights, 128, dtype))
     options = dict(
         max_model_len=1024, max_num_batched_tokens=STEP_TOKENS, max_num_seqs=8, gpu_memory_utilization=0.3,
         kv_cache_memory_bytes=1 << 30, seed=0,
     )  # fmt: skip
     if not facts.get("enforce_eager"):
         options["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8]}
-    asked = dict(folders=[str(folder / name)], prompts=prompts(SHAPES[shape]["vocab_size"]), plugin=plugin, seeded=True)
+    asked = dict(folders=[model], prompts=prompts(SHAPES[shape]["vocab_size"]), plugin=plugin, seeded=not written)
     asked |= dict(options=options | facts | more, tokens=TOKENS)
     path = install(folder / "site", ROOT)
     answers, said = ask(sys.executable, asked, os.environ | {"PYTHONPATH": path})
     print(f"-- {name}", *[line for line in said.splitlines() if "terrazzo" in line], sep="\n")
-    return {"failure": said[-6000:]} if answers is None else answers[str(folder / name)]
+    return {"failure": said[-6000:]} if answers is None else answers[model]
 
 
 class Engines:
@@ -131,17 +132,17 @@ def test_eight_bit_activations_are_near(engines, name, operator):
     assert f"TerrazzoLinearKernel {operator}" in eight["kernels"].values()
 
 
-def test_experts_are_those_of_vllms_emulation(engines):
-    """Its emulation multiplies in bfloat16, whatever the model's dtype is."""
-    ours, emulated = engines.take("experts", "emulated")
-    compare(ours, emulated, ROUTED, ROUTED, FEW)
+def test_experts_are_those_of_the_float_model(engines):
+    """4-bit ones beside bfloat16 ones of the same values, which vLLM multiplies by Triton."""
+    ours, exact = engines.take("experts", "exact")
+    compare(ours, exact, ROUTED, ROUTED, FEW)
     layers = SHAPES["small-qwen3-moe"]["num_hidden_layers"]
     assert list(ours["kernels"].values()).count("TerrazzoExpertsMethod") == layers
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize(
-    ("name", "tie", "near", "share"), [("ours", TIE, NEAR, HALF), ("experts", ROUTED, ROUTED, FEW)]
+    ("name", "tie", "near", "share"), [("whole", TIE, NEAR, HALF), ("experts", ROUTED, ROUTED, FEW)]
 )
 def test_two_gpus_give_the_tokens_of_one(engines, tmp_path, name, tie, near, share):
     with ThreadPoolExecutor(1) as pool:

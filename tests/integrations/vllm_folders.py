@@ -71,12 +71,11 @@ def write(folder: Path, shape: str, name: str, dtype: str = "bfloat16") -> tuple
     packed, float_ = {}, {}
     for seed, (layer, (n, k)) in enumerate(layers_of(config).items()):
         tensors, weight = stored(convention, seed, n, k, GROUP)
-        for leaf in ("scales", "weight_scale"):
-            if leaf in tensors:
-                tensors[leaf] = (tensors[leaf].to(kind).double() * SHRINK).to(kind)
-                scales = tensors[leaf].double() if leaf == "weight_scale" else tensors[leaf].double().T
-        old = stored(convention, seed, n, k, GROUP)[0]
-        before = old["weight_scale"].double() if "weight_scale" in old else old["scales"].double().T
+        leaf = "weight_scale" if "weight_scale" in tensors else "scales"
+        by_row = (lambda t: t.double()) if leaf == "weight_scale" else (lambda t: t.double().T)
+        before = by_row(tensors[leaf])
+        tensors[leaf] = (tensors[leaf].to(kind).double() * SHRINK).to(kind)
+        scales = by_row(tensors[leaf])
         spread = lambda t: t.repeat_interleave(GROUP, 1)
         float_[f"{layer}.weight"] = (weight / spread(before) * spread(scales)).to(kind)
         packed |= {f"{layer}.{leaf}": t for leaf, t in tensors.items()}
