@@ -383,35 +383,43 @@ def gains(result: Mapping[str, Any]) -> str:
 
 
 def kv_engine(result: Mapping[str, Any], source: str) -> str:
-    """Caches inside vLLM beside each other: an output token, tokens/s, requests that find room; first tokens."""
-    rows: dict[tuple, dict[str, Mapping[str, Any]]] = {}
+    """Caches inside vLLM beside each other: requests that find room, an output token, tokens/s; first tokens."""
+    rows: dict[tuple, dict[str, dict[tuple[int, int], Mapping[str, Any]]]] = {}
     for row in result["rows"]:
-        place = (row["shape"], row["layers"], row["weights"], row["batch"], row["prompt"])
         cache = f"{row['kv'].removesuffix('_per_token_head')}, {'ours' if row['attention'] == 'terrazzo' else 'vLLM'}"
-        rows.setdefault(place, {})[cache] = row
-    caches = sorted({cache for found in rows.values() for cache in found}, key=lambda name: (name[-4:] == "ours", name))
+        of_model = rows.setdefault((row["shape"], row["layers"], row["weights"]), {})
+        of_model.setdefault(cache, {})[row["batch"], row["prompt"]] = row
+    cases = sorted({(row["batch"], row["prompt"]) for row in result["rows"]}, reverse=True)
+    longest = max(row["prompt"] + row["output"] for row in result["rows"])
     lines, firsts = [], []
-    for (shape, layers, weights, batch, prompt), found in sorted(rows.items()):
-        plain, cells, times = found.get("auto, vLLM"), [], []
-        for cache in caches:
-            row = found.get(cache)
-            beside = lambda name: f", {plain[name] / row[name]:.2f}x" if plain and row is not plain else ""  # noqa: B023
-            room = row["kv_tokens"] // (prompt + row["output"]) if row else 0
-            cells.append(f"{row['step_ms']:.2f} ({row['tokens_s']:.0f}; {room}){beside('step_ms')}" if row else "")
-            times.append(f"{row['first_s']:.3f}{beside('first_s')}" if row else "")
-        place = (f"`{shape}`, {layers} layers", f"`{weights}`", f"{batch} x {prompt}")
-        lines.append((*place, *cells))
-        firsts.append((*place, *times))
+    for (shape, layers, weights), caches in sorted(rows.items()):
+        plain = caches.get("auto, vLLM", {})
+        for cache in sorted(caches, key=lambda name: (name[-4:] == "ours", name)):
+            found = caches[cache]
+            cells, times = [], []
+            for case in cases:
+                row, beside = found.get(case), plain.get(case)
+                step, first = (
+                    f", {beside[name] / row[name]:.2f}x" if beside and row and row is not beside else ""
+                    for name in ("step_ms", "first_s")
+                )
+                cells.append(f"{row['step_ms']:.2f}{step} ({row['tokens_s']:.0f})" if row else "")
+                times.append(f"{row['first_s']:.3f}{first}" if row else "")
+            place = (f"`{shape}`, {layers} layers", f"`{weights}`", cache)
+            lines.append((*place, str(max(row["kv_tokens"] for row in found.values()) // longest), *cells))
+            firsts.append((*place, *times))
     text = (
-        f"vLLM {result['vllm']}, {result['rows'][0]['output']} new tokens: milliseconds of an output token after the "
-        f"last prefill, in brackets tokens/s from end to end and how many such requests find room, then how many times "
-        f"as fast as vLLM's own cache in the model's dtype, {setting(result, source)}"
+        f"vLLM {result['vllm']}, {result['rows'][0]['output']} new tokens, requests x tokens of a prompt: milliseconds "
+        f"of an output token after the last prefill, then how many times as fast as vLLM's own cache in the model's "
+        f"dtype, in brackets tokens/s from end to end; and how many requests of {longest} tokens find room, "
+        f"{setting(result, source)}"
     )
-    head = ("model", "weights", "requests x prompt", *caches)
+    named = [f"{batch} x {prompt}" for batch, prompt in cases]
+    table = report.markdown(("model", "weights", "cache", "room", *named), lines)
     prefills = "Seconds until the last request has its first token, in the same runs:"
-    return "\n\n".join((text, report.markdown(head, lines), prefills, report.markdown(head, firsts))) + step_parts(
-        result
-    )
+    return "\n\n".join(
+        (text, table, prefills, report.markdown(("model", "weights", "cache", *named), firsts))
+    ) + step_parts(result)
 
 
 PARTS = {
