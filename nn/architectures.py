@@ -18,8 +18,10 @@ from terrazzo.nn.norm import RMSNorm
 from terrazzo.nn.parallel import SharedHead, TensorParallel, local_shape
 from terrazzo.nn.sources import Source
 
-MODELS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text")
+MODELS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text", "gpt_oss")
 """Values of `model_type` in a config (of the text model, where there are several)."""
+SWIGLU_OAI = {"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+"""What gpt-oss's config says of the activation that "swiglu_oai" is."""
 HEAD_DIMS = (64, 128, 256)
 
 
@@ -75,7 +77,7 @@ def shape_of(config: Any) -> Shape:
     head_dim = get("head_dim", config.hidden_size // heads)
     if head_dim not in HEAD_DIMS:
         raise ArgumentError("head_dim", head_dim, f"must be one of {HEAD_DIMS}", "take a model with such heads")
-    gemma, sparse = kind == "gemma3_text", kind in ("mixtral", "qwen3_moe")
+    gemma, oai, sparse = kind == "gemma3_text", kind == "gpt_oss", kind in ("mixtral", "qwen3_moe", "gpt_oss")
     types = tuple(get("layer_types", ())) if kind != "llama" else ("full_attention",) * layers  # Llama has no window
     if not types:
         types = ("sliding_attention" if get("sliding_window") else "full_attention",) * layers
@@ -85,18 +87,22 @@ def shape_of(config: Any) -> Shape:
     for name in ("attn_logit_softcapping", "final_logit_softcapping") if gemma else ():
         if get(name):
             raise ArgumentError(name, get(name), "is not served in Gemma 3", "swap its layers by hand with nn.Linear")
+    for name, value in SWIGLU_OAI.items() if oai else ():
+        if getattr(config, name, value) != value:
+            remedy = "swap its layers by hand with nn.Linear and nn.Experts"
+            raise ArgumentError(name, getattr(config, name), f"must be {value!r}, as gpt-oss's experts have it", remedy)
     dense = set(get("mlp_only_layers", ()))
     step = get("decoder_sparse_step", 1)
     return Shape(
         kind=kind, vocabulary=config.vocab_size, hidden=config.hidden_size, intermediate=config.intermediate_size,
         layers=layers, heads=heads, kv_heads=get("num_key_value_heads", heads), head_dim=head_dim,
         eps=config.rms_norm_eps, offset=1.0 if gemma else 0.0,
-        activation=get("hidden_activation", get("hidden_act", "silu")),
+        activation="swiglu_oai" if oai else get("hidden_activation", get("hidden_act", "silu")),
         scale=config.query_pre_attn_scalar**-0.5 if gemma else None,
         windows=tuple(window if kind_ == "sliding_attention" else 0 for kind_ in types), layer_types=types,
         experts=get("num_local_experts", get("num_experts", 0)) if sparse else 0,
         top_k=get("num_experts_per_tok", 0) if sparse else 0,
-        normalize=kind == "mixtral" or bool(get("norm_topk_prob", False)),
+        normalize=kind in ("mixtral", "gpt_oss") or bool(get("norm_topk_prob", False)),
         sparse=tuple(sparse and i not in dense and (i + 1) % step == 0 for i in range(layers)),
         embedding_scale=config.hidden_size**0.5 if gemma else 1.0, tied=bool(get("tie_word_embeddings", False)),
     )  # fmt: skip
@@ -223,10 +229,16 @@ class Builder:
             _shaped(norms, (2, s.head_dim), f"{name}.q_norm and k_norm")
         out = source.linear(f"{name}.o_proj", f"{own}.o_proj", self.columns)
         _sized(out, s.hidden, inputs, f"{name}.o_proj")
+        sinks = self.sinks(f"{name}.sinks", f"{own}.sinks") if s.kind == "gpt_oss" else None
         return Attention(
             qkv, out, heads=mine.heads, kv_heads=mine.kv_heads, head_dim=s.head_dim, layer=index, norms=norms,
-            norm_eps=s.eps, scale=s.scale, window=s.windows[index], ranks=self.ranks,
+            norm_eps=s.eps, scale=s.scale, window=s.windows[index], sinks=sinks, ranks=self.ranks,
         )  # fmt: skip
+
+    def sinks(self, name: str, own: str) -> torch.Tensor:
+        """float32 logits of the rank's heads that have no value."""
+        whole = _shaped(self.source.gain(name, own, 0.0), (self.shape.heads,), name).float()
+        return whole if self.ranks is None else self.ranks.rows().cut(len(whole), 0).of(whole)
 
     def mlp(self, name: str, own: str) -> MLP:
         s, mine, source = self.shape, self.own, self.source
@@ -239,6 +251,8 @@ class Builder:
 
     def sparse(self, layer: str, own: str) -> SparseMLP:
         s, source = self.shape, self.source
+        if s.kind == "gpt_oss":
+            return self.gpt_oss(f"{layer}.mlp", own)
         old = source.has(f"{layer}.block_sparse_moe.gate.weight")  # Mixtral's names
         name = f"{layer}.block_sparse_moe" if old else f"{layer}.mlp"
         gate, up, down = ("w1", "w3", "w2") if old else ("gate_proj", "up_proj", "down_proj")
@@ -251,6 +265,23 @@ class Builder:
             parts = [[f"{name}.experts.{e}.{part}" for e in range(s.experts)] for part in (gate, up, down)]
             experts = source.experts(*parts, s.activation, f"{own}.experts", self.expert_shares)
         return SparseMLP(router, experts, s.top_k, s.normalize, self.ranks)
+
+    def gpt_oss(self, name: str, own: str) -> SparseMLP:
+        """A router with biases, and experts with biases whose gate and up rows take turns."""
+        s, source = self.shape, self.source
+        sizes = {"weight": (s.experts, s.hidden), "bias": (s.experts,)}
+        router, bias = (
+            _shaped(source.vector(f"{name}.router.{leaf}", f"{own}.router{end}"), sizes[leaf], f"{name}.router.{leaf}")
+            for leaf, end in (("weight", ""), ("bias", "_bias"))
+        )
+        experts = source.interleaved(f"{name}.experts", s.activation, f"{own}.experts", self.expert_shares)
+        both, back = experts.gate_up_proj, experts.down_proj
+        _sized(both, 2 * self.own.intermediate, s.hidden, f"{name}.experts.gate_up_proj")
+        _sized(back, s.hidden, self.own.intermediate, f"{name}.experts.down_proj")
+        if len(experts) != s.experts:
+            constraint = f"must be {s.experts} by the config"
+            raise ArgumentError(f"{name}.experts", len(experts), constraint, "take the checkpoint's own config.json")
+        return SparseMLP(router, experts, s.top_k, s.normalize, self.ranks, bias)
 
 
 def _shaped(values: torch.Tensor, shape: tuple[int, ...], name: str) -> torch.Tensor:

@@ -40,6 +40,7 @@ class SparseMLP(nn.Module):
         router: weight [E, hidden]. experts: the feed-forward layers. top_k: experts of a token.
         normalize: whether the chosen gates are divided by their sum.
         ranks: those that share every expert's features; each routes alike.
+        router_bias: [E], added to the router's logits, or None.
     """
 
     def __init__(
@@ -49,15 +50,18 @@ class SparseMLP(nn.Module):
         top_k: int,
         normalize: bool,
         ranks: TensorParallel | None = None,
+        router_bias: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         self.ranks = ranks
         self.register_buffer("router", router)
+        self.register_buffer("router_bias", router_bias)
         self.experts, self.top_k, self.normalize = experts, top_k, normalize
 
     def forward(self, x: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         """[T, hidden] in out_dtype of x, float16 or bfloat16 [T, hidden]: of each token's experts, by its gates."""
-        logits = nn.functional.linear(x, self.router.to(x.dtype))
+        bias = None if self.router_bias is None else self.router_bias.to(x.dtype)
+        logits = nn.functional.linear(x, self.router.to(x.dtype), bias)
         gates, ids = logits.float().softmax(-1).topk(self.top_k, dim=-1)
         if self.normalize:
             gates = gates / gates.sum(-1, keepdim=True)

@@ -18,7 +18,7 @@ from terrazzo.nn.linear import Linear
 from terrazzo.nn.module import stored_weight
 from terrazzo.ops import stored_layers as stored
 from terrazzo.ops import weights
-from terrazzo.ops.checkpoints import Checkpoint, fields, loaders
+from terrazzo.ops.checkpoints import Checkpoint, fields, loaders, mxfp4
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.shards import ORDERS, Cut, Part, Share, checked_spans, plan, spans_of
 from torch import nn
@@ -242,22 +242,66 @@ class Published(Source):
         made = []
         for name, part, share in ((gate_up, "gate_up", shares[0]), (down, "down", shares[1])):
             each = []
-            for e, weight in enumerate(self.float_of(name, self._cut_of_experts(name, share))):
+            for e, weight in enumerate(self.float_of(name, _cut_of_experts(name, self.shape_of(name), share))):
                 each.append(quantized(self.quantize, weight, None, self.dtype, self.options, self.target))
                 self.report(f"{own}.{e}.{part}", each[-1], weight)
             made.append(each)
         return Experts.of_packed(*made, activation)
 
-    def _cut_of_experts(self, name: str, share: Share | None) -> Cut | None:
-        """Of [E, 2 I, hidden], gate before up, or [E, hidden, I]."""
-        shape = self.shape_of(name)
-        if share is None or len(shape) != 3:
-            return None
+    def interleaved(self, name: str, activation: str, own: str, shares: Shares = (None, None)) -> Experts:
+        """gpt-oss's experts: rows 2 i are gates, 2 i + 1 ups, and both products have biases. As published in MXFP4,
+        or float tensors [E, hidden, 2 I] and [E, I, hidden].
+
+        Args:
+            name: what stands before ".gate_up_proj_blocks", or ".gate_up_proj". shares: see `stacked`.
+        """
+        made = []
+        for leaf, part, share in (("gate_up_proj", "gate_up", shares[0]), ("down_proj", "down", shares[1])):
+            order = "interleaved" if part == "gate_up" else None
+            if self.has(f"{name}.{leaf}_blocks"):
+                pairs = [(one.pack(target=self.target), None) for one in self._small(f"{name}.{leaf}", order, share)]
+            elif self.quantize is None:
+                raise _float_experts(own)
+            else:
+                pairs = self._quantized(f"{name}.{leaf}", order, share)
+            for e, (packed, weight) in enumerate(pairs):
+                self.report(f"{own}.{e}.{part}", packed, weight)
+            made.append([packed for packed, _ in pairs])
+        return Experts.of_packed(*made, activation)
+
+    def _small(self, name: str, order: str | None, share: Share | None) -> list[Any]:
+        """Canonical weights of MXFP4 experts, or what a rank keeps of each."""
+        own = {part: f"{name}_{part}" for part in ("blocks", "scales", "bias")}
+        tensors = [self.read(own[part]) if part != "bias" or self.has(own[part]) else None for part in own]
+        with weights.renamed(**own, weight_packed=own["blocks"], weight_scale=own["scales"]):
+            experts = mxfp4.unpack_experts(*tensors, gate_up=order)
+        if share is None:
+            return experts
         with _of_layer(name, share):
-            if share.dim == 1:
-                return share.cut(shape[2], 2)
-            half = share.part(shape[1] // 2)
-            return Cut(1, spans_of(shape[1], share.rank, share.world, (half, half)))
+            if order is None:
+                return [share.of(one) for one in experts]
+            half = share.part(experts[0].n // 2)
+            return [one.shard(share.rank, share.world, 0, parts=(half, half)) for one in experts]
+
+    def _quantized(self, name: str, order: str | None, share: Share | None) -> list[tuple[Any, torch.Tensor]]:
+        """(packed, float weight) of each of float experts [E, K, N], or of what a rank keeps of it."""
+        values = self.float_of(name).transpose(1, 2)
+        bias = self.float_of(f"{name}_bias") if self.has(f"{name}_bias") else None
+        if values.dim() != 3 or (bias is not None and bias.shape != values.shape[:2]):
+            seen = [list(each.shape) for each in (values.transpose(1, 2), bias) if each is not None]
+            raise ArgumentError(name, seen, "must be [E, K, N], and its bias [E, N]", "get the checkpoint again")
+        if order is not None:
+            values, bias = (None if t is None else torch.cat([t[:, 0::2], t[:, 1::2]], 1) for t in (values, bias))
+        if (cut := _cut_of_experts(name, values.shape, share)) is not None:
+            values = cut.of(values)
+            alone = share.dim == 0 or share.rank == 0  # a sum over ranks has the bias once
+            bias = None if bias is None or not alone else cut.of(bias) if share.dim == 0 else bias
+        found = []
+        for e, weight in enumerate(values):
+            own = None if bias is None else cast(bias[e], self.dtype, f"{name}_bias")
+            packed = quantized(self.quantize, weight.contiguous(), own, self.dtype, self.options, self.target)
+            found.append((packed, weight))
+        return found
 
     def experts(
         self,
@@ -277,6 +321,17 @@ class Published(Source):
         if isinstance(both[0], tuple) or isinstance(back[0], tuple):
             raise _float_experts(own)
         return Experts.of_packed(_at_one_scale(both), _at_one_scale(back), activation)
+
+
+def _cut_of_experts(name: str, shape: Sequence[int], share: Share | None) -> Cut | None:
+    """Of [E, 2 I, hidden], gate before up, or [E, hidden, I]."""
+    if share is None or len(shape) != 3:
+        return None
+    with _of_layer(name, share):
+        if share.dim == 1:
+            return share.cut(shape[2], 2)
+        half = share.part(shape[1] // 2)
+        return Cut(1, spans_of(shape[1], share.rank, share.world, (half, half)))
 
 
 def quantized(
@@ -421,6 +476,9 @@ class Stored(Source):
         halves = lambda size: (rows.part(size // 2), rows.part(size // 2))
         both = self._packed(names[0], 0, halves, rows)
         return Experts(both, self._packed(names[1], 1, lambda size: (columns.part(size),), columns), activation)
+
+    def interleaved(self, name: str, activation: str, own: str, shares: Shares = (None, None)) -> Experts:
+        return self.experts([], [], [], activation, own, shares)
 
 
 def sizes_of(sizes: Sequence[int], shares: Shares) -> tuple[int, ...]:

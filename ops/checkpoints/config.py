@@ -283,6 +283,13 @@ class Config:
         inputs = "e4m3 static" if stated == "static" else "e4m3 bounded" if bounded else "e4m3"
         return LayerConfig("fp8", 8, group, activations="", inputs=inputs, skip=skip, excluded=bool(excluded))
 
+    def _mxfp4(self, name: str) -> LayerConfig:
+        """Of gpt-oss, whose experts alone are quantized; their tensors are no layer's (`terrazzo.load` reads them)."""
+        left = _names_of(self.raw, "modules_to_not_convert")
+        excluded = [part for part in left if fnmatchcase(name, part) or _contains(name, part)]
+        skip = f"modules_to_not_convert names {excluded[0]!r}" if excluded else ""
+        return LayerConfig(None, 4, 32, activations="", skip=skip, excluded=bool(excluded))
+
     def _modelopt(self, name: str) -> LayerConfig:
         left = [*_names_of(self.raw, "exclude_modules"), *_names_of(self.raw, "ignore")]
         excluded = [part for part in left if fnmatchcase(name, part) or _contains(name, part)]
@@ -324,6 +331,7 @@ _LAYERS = {
     "qserve": Config._qserve,
     "auto-round": Config._auto_round,
     "fp8": Config._fp8,
+    "mxfp4": Config._mxfp4,
     "modelopt": Config._modelopt,
 }
 

@@ -48,6 +48,7 @@ NEUTRAL: dict[str, frozenset[str]] = {
     "auto-round": frozenset(f"{_AUTO_ROUND} damp_percent lm_head modules_to_not_convert true_sequential".split()),
     "modelopt": frozenset("producer kv_cache_quant_algo kv_cache_scheme config_groups has_zero_point version".split()),
     "fp8": frozenset("activation_scheme activation_scale_ub scale_fmt kv_cache_scheme kv_cache_quant_method".split()),
+    "mxfp4": frozenset("dequantize".split()),
 }
 """Convention -> fields that change nothing, whatever they hold."""
 READ: dict[str, frozenset[str]] = {
@@ -58,6 +59,7 @@ READ: dict[str, frozenset[str]] = {
     "auto-round": frozenset(f"{_READ} packing_format sym extra_config".split()),
     "modelopt": frozenset("quant_method quant_algo group_size exclude_modules ignore quantized_layers".split()),
     "fp8": frozenset("quant_method fmt weight_block_size modules_to_not_convert ignored_layers".split()),
+    "mxfp4": frozenset("quant_method modules_to_not_convert".split()),
 }
 """Convention -> fields that `Config` obeys."""
 FUSED_ROTATION = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "qkv_proj", "gate_up_proj", "lm_head")
