@@ -81,8 +81,8 @@ class LayerConfig:
         activations: what x is quantized to, dynamically and for each token: "int8", "e4m3"; "" for 16 bits; None. Of
             weights in small floats "": their kernels multiply 16-bit x, whatever is stated. Of int8 weights also
             "int8 static", "int8 asymmetric" and "int8 static asymmetric".
-        inputs: the same of fp8 weights, which W8A8 obeys: "e4m3", "e4m3 static", "" or None; "e4m3 bounded", by
-            `activation_scale_ub`, it refuses.
+        inputs: the same of fp8 weights, which W8A8 obeys: "e4m3", "e4m3 static", "" or None. It refuses "e4m3 bounded",
+            by `activation_scale_ub`, and "e4m3 ue8m0", whose scales are rounded up to powers of two.
         skip: why the layer cannot be read as its tensors say, or why the config leaves it out, else "".
         excluded: `skip` says that the config leaves the layer out of quantization.
     """
@@ -280,7 +280,11 @@ class Config:
         skip = f"modules_to_not_convert names {excluded[0]!r}" if excluded else skip
         group, stated = -1 if block is None else 128, self.raw.get("activation_scheme")
         bounded = self.raw.get("activation_scale_ub") is not None
+        form = self.raw.get("scale_fmt")
+        if form not in (None, "ue8m0"):
+            skip = skip or f"scale_fmt is {_shown(form)}, only ue8m0 is known"
         inputs = "e4m3 static" if stated == "static" else "e4m3 bounded" if bounded else "e4m3"
+        inputs = "e4m3 ue8m0" if form == "ue8m0" else inputs
         return LayerConfig("fp8", 8, group, activations="", inputs=inputs, skip=skip, excluded=bool(excluded))
 
     def _mxfp4(self, name: str) -> LayerConfig:

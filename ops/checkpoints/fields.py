@@ -47,7 +47,7 @@ NEUTRAL: dict[str, frozenset[str]] = {
     "qserve": frozenset("version zero_point modules_to_not_convert".split()),
     "auto-round": frozenset(f"{_AUTO_ROUND} damp_percent lm_head modules_to_not_convert true_sequential".split()),
     "modelopt": frozenset("producer kv_cache_quant_algo kv_cache_scheme config_groups has_zero_point version".split()),
-    "fp8": frozenset("activation_scheme activation_scale_ub scale_fmt kv_cache_scheme kv_cache_quant_method".split()),
+    "fp8": frozenset("activation_scheme activation_scale_ub kv_cache_scheme kv_cache_quant_method".split()),
     "mxfp4": frozenset("dequantize".split()),
 }
 """Convention -> fields that change nothing, whatever they hold."""
@@ -58,7 +58,7 @@ READ: dict[str, frozenset[str]] = {
     "qserve": frozenset(_READ.split()),
     "auto-round": frozenset(f"{_READ} packing_format sym extra_config".split()),
     "modelopt": frozenset("quant_method quant_algo group_size exclude_modules ignore quantized_layers".split()),
-    "fp8": frozenset("quant_method fmt weight_block_size modules_to_not_convert ignored_layers".split()),
+    "fp8": frozenset("quant_method fmt scale_fmt weight_block_size modules_to_not_convert ignored_layers".split()),
     "mxfp4": frozenset("quant_method modules_to_not_convert".split()),
 }
 """Convention -> fields that `Config` obeys."""

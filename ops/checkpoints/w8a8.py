@@ -38,8 +38,8 @@ def fp8_arguments(tensors: dict[str, torch.Tensor], config: LayerConfig) -> dict
     A config that says nothing of activations leaves them dynamic, unless the layer has an `input_scale`.
 
     Raises:
-        ArgumentError: codes of another type, a static scale that is announced and not there, or a bound of the scales
-            of activations (fbgemm's `activation_scale_ub`).
+        ArgumentError: codes of another type, a static scale that is announced and not there, a bound of the scales of
+            activations (fbgemm's `activation_scale_ub`), or such as are powers of two (`scale_fmt` "ue8m0").
     """
     import torch
 
@@ -47,7 +47,12 @@ def fp8_arguments(tensors: dict[str, torch.Tensor], config: LayerConfig) -> dict
         constraint = "bounds the scales of activations, and no kernel of W8A8 does"
         remedy = "load it with terrazzo.ops.fp8, which multiplies 16-bit activations"
         raise ArgumentError("activation_scale_ub", "a number", constraint, remedy)
-
+    if config.inputs == "e4m3 ue8m0":
+        constraint = "rounds the scales of activations up to powers of two, and no quantizer of W8A8 does"
+        remedy = (
+            "load it with terrazzo.ops.fp8, which multiplies 16-bit activations; or take scale_fmt out of config.json"
+        )
+        raise ArgumentError("scale_fmt", "ue8m0", constraint, f"{remedy} for scales that are not rounded")
     codes = tensors["weight"]
     codes = codes.view(torch.float8_e4m3fn) if codes.dtype == torch.uint8 else codes
     name = "weight_scale" if "weight_scale" in tensors else "weight_scale_inv"

@@ -198,6 +198,19 @@ def test_a_bound_of_the_activations_scales_is_refused_by_name(tmp_path):
     assert torch.equal(fp8.read_layer(folder, "layer").dequantize(), meant(tensors))  # 16-bit activations
 
 
+def test_scales_of_activations_that_are_powers_of_two_are_refused_by_name(tmp_path):
+    """As DeepSeek-V3.1 states them. Its weights for 16-bit activations are read as they are."""
+    tensors, config, _ = KINDS["fp8 blocks"]
+    folder = written(tmp_path, tensors, config | {"scale_fmt": "ue8m0"})
+    with pytest.raises(ArgumentError, match="scale_fmt = 'ue8m0': rounds the scales of activations up"):
+        w8a8.read_layer(folder, "layer")
+    assert "powers of two" in next(iter(w8a8.load_model(folder).skipped.values()))
+    exact = fp8.read_layer(folder, "layer").dequantize()
+    assert torch.equal(exact, fp8.read_layer(written(tmp_path, tensors, config), "layer").dequantize())
+    model = w8a8.load_model(written(tmp_path, tensors, config | {"scale_fmt": "another"}))
+    assert "scale_fmt is another" in next(iter(model.skipped.values()))
+
+
 def test_fp8_layers_stay_weight_only_where_that_is_asked_for(tmp_path):
     tensors, config, _ = KINDS["fp8 static"]
     made = fp8.read_layer(written(tmp_path, tensors, config), "layer")
