@@ -276,6 +276,10 @@ class Shape(ABC):
 
         return torch.randn(m, self.k, generator=self.random, device=DEVICE, dtype=self.dtype)
 
+    def quantized(self, x: torch.Tensor) -> Any:
+        """x as products of the weight take it, where the operator quantizes activations."""
+        return self.module.quantize_activations(x)
+
     def row(self, m: int, failed: Mapping[KernelRequest, str]) -> dict[str, Any]:
         """The row of one M: check, then time, ours and every peer's."""
         import torch

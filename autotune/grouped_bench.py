@@ -60,7 +60,7 @@ class Grouped(Subject):
         x = self.base.tokens(m)
         counts = torch.tensor(random_counts(m, self.experts))
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).int().to(gemm_bench.DEVICE)
-        given = self.operator.quantize_activations(x) if self.quantizes else x
+        given = self.base.quantized(x) if self.quantizes else x
         return x, given, offsets, torch.arange(self.experts).repeat_interleave(counts)
 
     def copies(self, m: int) -> Sequence[Any]:

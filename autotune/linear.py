@@ -224,23 +224,29 @@ class Direct(Kind):
 class Blocks(Kind):
     """W4Ax with two-level scales, and a quarter of the blocks in 8 bits, as the paper's kernel measurements."""
 
-    name, rate, has_experts = "w4ax", "s8", False
+    name, rate = "w4ax", "s8"
 
     def facts(self, n: int, k: int, experts: int, *, dtype: str, group: int | None, symmetric: bool) -> dict[str, Any]:
-        from terrazzo.ops.w4ax import op
+        from terrazzo.ops.w4ax import grouped, op
 
         if (group or w4ax.BLOCK) != w4ax.BLOCK:
             raise ArgumentError("group", group, f"must be {w4ax.BLOCK}, the block", "leave it out")
-        return op.tuning_facts(n, k, round(0.25 * -(-k // w4ax.BLOCK)), dtype, True)
+        high = round(0.25 * -(-k // w4ax.BLOCK))
+        return grouped.tuning_facts(n, k, experts, high, dtype) if experts else op.tuning_facts(n, k, high, dtype, True)
 
     def gemm(self, facts: Facts) -> Gemm:
         depth = -(-facts["k"] // w4ax.BLOCK) * w4ax.BLOCK
-        return Gemm.of_blocks(facts["n"], depth, facts["blocks8"], two_level="scales" in facts)
+        own = dict(two_level="scales" in facts, experts=facts.get("experts", 0))
+        return Gemm.of_blocks(facts["n"], depth, facts["blocks8"], **own)
 
     def plan(self, m: int, facts: Facts, target: Target) -> Any:
-        from terrazzo.ops.w4ax import op
+        from terrazzo.ops.w4ax import grouped, op
 
-        own = dict(out_dtype=facts["out_dtype"], bias=False, two_level="scales" in facts, target=target)
+        own = dict(out_dtype=facts["out_dtype"], bias=False, target=target)
+        if "experts" in facts:
+            made = grouped.plan.__wrapped__
+            return made(m, facts["n"], facts["k"], facts["experts"], facts["blocks8"], **own)
+        own["two_level"] = "scales" in facts
         return op.plan.__wrapped__(m, facts["n"], facts["k"], facts["blocks8"], **own)[0]
 
     def converter(self, facts: Facts) -> str:

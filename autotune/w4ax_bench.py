@@ -73,6 +73,9 @@ class W4AxShape(Shape):
         steps = scales.double().repeat_interleave(128, dim=1) @ w.values().abs().T
         return rows, ref, bound, bound + 4 * reference.UNIT_ROUNDOFF[self.settings.dtype] * magnitude + 0.5 * steps
 
+    def quantized(self, x: Any) -> Any:
+        return self.module.quantize_activations(x, self.packed[0])
+
     def calls(self, x: Any) -> dict[str, Callable[[Any, Any], Any]]:
         from terrazzo.ops import w4ax
 

@@ -333,8 +333,9 @@ def requests(rows: list[Row], shapes: Mapping = SHAPES, sizes: tuple = (HEADS, K
                     n, k, group_size=size, symmetric=form.symmetric, scale_dtype="float16", **facts
                 )
             elif form.family == "w4ax":
-                for normed in (False, True):
-                    found += w4ax.kernel_requests(n, k, norm=normed, granularity="two_level", **facts)
+                for normed, front in ((False, "none"), (False, "silu"), (True, "none"), (True, "residual")):
+                    own = dict(norm=normed, front=front, granularity="two_level")
+                    found += w4ax.kernel_requests(n, k, **own, **facts)
             else:
                 codes, kind = ("e4m3", "e4m3") if form.family == "w4a8-e4m3" else ("int8", "auto")
                 found += w4a8.kernel_requests(n, k, group_size=size, dequantization=kind, **facts)

@@ -1,11 +1,14 @@
 """Grouped GEMMs (mixture of experts) beside torch's in bf16 and vLLM's experts, activations quantized beforehand.
 
-    python -m benchmarks.grouped                     W4A8 (int8, e4m3), W4A16, all layers; writes nothing unless --out
+    python -m benchmarks.grouped                     W4A8 (int8, e4m3), W4A16, W4Ax, all layers; writes nothing unless
+                                                     --out is given
+    python -m benchmarks.grouped --op w4ax --dense   with as many tokens for each expert, beside one weight of all their
+                                                     rows and the tokens of one: the same bytes and products
     python -m benchmarks.grouped --op w4a8 --quick   the layer with a goal only
     python -m benchmarks.grouped --op w4a16 --packed-for sm_80     programs of mma.sync, through PTX on a newer GPU;
                                                      beside a `gemm` for each expert, and experts packed for the GPU
 
-Before its time counts, W4A8 on int8 must have the bits of one `gemm` for each expert, and W4A8 on e4m3 and W4A16 must
+Before its time counts, W4A8 on int8 must have the bits of one `gemm` for each expert, and the others must
 stay inside their error bounds for two of them. The share of the copy bandwidth counts the weights of experts with
 tokens, x and y.
 """
@@ -22,9 +25,14 @@ from typing import Any
 from benchmarks.grouped_peers import PEERS
 
 RIVALS = {peer.name for peers in PEERS.values() for peer in peers}
+BESIDE = {
+    "torch_bf16": "torch bf16", "dense_us": "one weight", "each_us": "a gemm each", "native_us": "packed for this GPU",
+    **{name: name for name in RIVALS},
+}  # fmt: skip
+"""What rows time besides ours -> how it is said."""
 GOAL = 0.75
 """Share of the copy bandwidth on the layer with a goal (public figure on an H200: 48 us, 2.65 TB/s)."""
-GROUP = {"w4a8": 64, "w4a8_fp8": 128, "w4a16": 128}
+GROUP = {"w4a8": 64, "w4a8_fp8": 128, "w4a16": 128, "w4ax": 128}
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,7 @@ class Layer:
     top_k: int = 0
 
 
+EVEN_LAYER = Layer("8 experts, as many tokens each", 8, 4096, 4096, (1, 16, 64, 128, 256, 1024))
 GOAL_LAYER = Layer("8 experts, 16 tokens each", 8, 4096, 7168, (16,))
 LAYERS = (
     GOAL_LAYER,
@@ -53,22 +62,26 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.grouped", description=__doc__.splitlines()[0])
     parser.add_argument("--op", choices=tuple(GROUP), help="default: all")
     parser.add_argument("--quick", action="store_true", help="the layer with a goal only")
+    parser.add_argument("--dense", action="store_true", help="as many tokens for each expert, beside one weight")
     parser.add_argument("--packed-for", choices=("sm_80",), help="of W4A16: another target than the GPU's")
     parser.add_argument("--no-peers", action="store_true", help="only ours")
     parser.add_argument("--budget-ms", type=float, default=15.0, help="GPU time of one measurement")
     parser.add_argument("--out", type=Path, help="file to write")
+    parser.add_argument("--compile-only", action="store_true", help="compile the kernels, and end")
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
     options = parser.parse_args(argv)
     if options.packed_for and options.op != "w4a16":
         parser.error("--packed-for needs --op w4a16")
+    if options.dense and options.op in (None, "w4a16"):
+        parser.error("--dense needs --op w4ax, w4a8 or w4a8_fp8, whose experts lie as one weight does")
     return options
 
 
 def operator_of(op: str) -> Any:
     """The module that has `grouped_gemm`, `GroupedWeight` and, of W4A8, `quantize_activations`."""
-    from terrazzo.ops import w4a8, w4a16
+    from terrazzo.ops import w4a8, w4a16, w4ax
 
-    return w4a8.fp8 if op == "w4a8_fp8" else {"w4a8": w4a8, "w4a16": w4a16}[op]
+    return w4a8.fp8 if op == "w4a8_fp8" else {"w4a8": w4a8, "w4a16": w4a16, "w4ax": w4ax}[op]
 
 
 def counts_of(layer: Layer, tokens: int) -> Any:
@@ -82,9 +95,9 @@ def counts_of(layer: Layer, tokens: int) -> Any:
     return torch.bincount(picks.flatten(), minlength=layer.experts)
 
 
-def requests_of(op: str, layer: Layer, packed_for: str | None = None) -> list[Any]:
+def requests_of(op: str, layer: Layer, packed_for: str | None = None, dense: bool = False) -> list[Any]:
     """The kernels of a layer: the grouped ones, and those of the comparison."""
-    from terrazzo.ops import w4a8, w4a16
+    from terrazzo.ops import w4a8, w4a16, w4ax
 
     rows = [int(counts_of(layer, t).sum()) for t in layer.tokens]
     each = sorted({int(c) for t in layer.tokens for c in counts_of(layer, t)} - {0})
@@ -92,12 +105,20 @@ def requests_of(op: str, layer: Layer, packed_for: str | None = None) -> list[An
         facts = dict(group_size=GROUP[op], symmetric=False, scale_dtype="bfloat16", dtype="bfloat16")
         own = w4a16.grouped_requests(layer.n, layer.k, layer.experts, m=rows, **facts)
         return own + (_of_another_target(layer, rows, each, packed_for, facts) if packed_for else [])
+    joined = layer.n * layer.experts if dense else 0
+    if op == "w4ax":
+        facts = dict(dtype="bfloat16", target="sm_90a")
+        found = w4ax.grouped_requests(layer.n, layer.k, layer.experts, m=rows, **facts)
+        return [*found, *(w4ax.kernel_requests(joined, layer.k, m=each, **facts) if dense else [])]
     if op == "w4a8_fp8":
         facts = dict(group_size=GROUP[op], out_dtype="bfloat16", dequantization="e4m3")
-        return w4a8.grouped_requests(layer.n, layer.k, layer.experts, m=rows, **facts)
+        own = w4a8.grouped_requests(layer.n, layer.k, layer.experts, m=rows, **facts)
+        facts |= dict(m=each, dtype=None, target="sm_90a")
+        return [*own, *(w4a8.kernel_requests(joined, layer.k, **facts) if dense else [])]
     own = w4a8.grouped_requests(layer.n, layer.k, layer.experts, m=rows, out_dtype="bfloat16")
     facts = dict(group_size=GROUP[op], m=each, out_dtype="bfloat16", dtype=None, target="sm_90a")
-    return [*own, *w4a8.kernel_requests(layer.n, layer.k, **facts)]
+    sizes = (layer.n, joined) if dense else (layer.n,)
+    return [*own, *(it for n in sizes for it in w4a8.kernel_requests(n, layer.k, **facts))]
 
 
 def _of_another_target(layer: Layer, rows: list[int], each: list[int], packed_for: str, facts: dict) -> list[Any]:
@@ -115,11 +136,13 @@ def _of_another_target(layer: Layer, rows: list[int], each: list[int], packed_fo
 def experts_of(op: str, layer: Layer, packed_for: str | None = None) -> Any:
     """Stacked weights: one random weight whose blocks of rows are rotated for each expert."""
     import torch
-    from terrazzo.autotune import w4a8_bench, weight_only_bench
+    from terrazzo.autotune import w4a8_bench, w4ax_bench, weight_only_bench
     from terrazzo.autotune.grouped_bench import turned
 
     random = torch.Generator("cuda").manual_seed(7)
-    if op != "w4a16":
+    if op == "w4ax":
+        packed = w4ax_bench.random_weight(layer.n, layer.k, 0.25, random, "two_level").pack()
+    elif op != "w4a16":
         made = w4a8_bench.random_weight if op == "w4a8" else w4a8_bench.random_fp8_weight
         packed = made(layer.n, layer.k, GROUP[op], random).pack()
     else:
@@ -138,7 +161,8 @@ def measure_row(op: str, layer: Layer, tokens: int, stacked: Any, options: argpa
     starts, m = offsets.tolist(), int(offsets[-1])
     offsets = offsets.int().cuda()
     x = torch.randn(m, layer.k, device="cuda", dtype=torch.bfloat16)
-    given = x if op == "w4a16" else family.quantize_activations(x)
+    needs_weight = (stacked.stacked,) if op == "w4ax" else ()
+    given = x if op == "w4a16" else family.quantize_activations(x, *needs_weight)
     out = torch.empty(m, layer.n, device="cuda", dtype=torch.bfloat16)
     more = {} if op == "w4a16" else dict(out_dtype=torch.bfloat16)
     active = int((counts > 0).sum())
@@ -160,6 +184,8 @@ def measure_row(op: str, layer: Layer, tokens: int, stacked: Any, options: argpa
     wrong = _wrong(op, given, stacked, starts, out)
     row |= {"us": None, "failure": wrong} if wrong else {}
     candidates = {} if wrong else {"us": [call(w) for w in copies]}
+    if options.dense and not wrong:
+        candidates["dense_us"] = _dense(family, given, copies, tokens, out)
     if options.packed_for:
         row["packed_for"] = options.packed_for
         if not wrong:
@@ -208,6 +234,26 @@ def _peers(
     return failed
 
 
+def _dense(family: Any, given: Any, copies: list[Any], tokens: int, grouped: Any) -> list[Any]:
+    """Calls of one weight of all experts' rows on the tokens of the first expert, whose product they hold first."""
+    import torch
+
+    x = given.of_tokens(torch.arange(tokens, device="cuda"))
+    joined = [one_weight(w) for w in copies]
+    y = torch.empty(tokens, joined[0].n, device="cuda", dtype=torch.bfloat16)
+    calls = [lambda w=w: family.gemm(x, w, out=y, out_dtype=y.dtype) for w in joined]
+    calls[0]()
+    torch.testing.assert_close(y[:, : grouped.shape[1]], grouped[:tokens], rtol=2**-6, atol=1e-2)
+    return calls
+
+
+def one_weight(experts: Any) -> Any:
+    """A packed weight whose rows are those of all experts, one after the other; N is a multiple of 64."""
+    s = experts.stacked
+    words = s.words.transpose(0, 1).flatten(1, 2).contiguous()
+    return replace(s, words=words, channel_scales=s.channel_scales.flatten(), n=s.n * len(experts))
+
+
 def _each(gemm: Any, x: Any, w: Any, starts: list[int], used: list[int], out: Any) -> Any:
     """A call for each expert that has tokens."""
     parts = [(x[starts[e] : starts[e + 1]], w[e], out[starts[e] : starts[e + 1]]) for e in used]
@@ -219,6 +265,8 @@ def given_bytes(x: Any) -> int:
 
     if torch.is_tensor(x):
         return x.numel() * 2
+    if hasattr(x, "q8"):
+        return x.q8.numel() + 4 * x.scales.numel()
     return x.q.numel() + (4 if x.row_sums is None else 8) * x.scales.numel()
 
 
@@ -228,6 +276,7 @@ def _wrong(op: str, x: Any, stacked: Any, starts: list[int], y: Any) -> str | No
     from terrazzo.ops import w4a8
     from terrazzo.ops.w4a8 import fp8_reference
     from terrazzo.ops.w4a16 import reference
+    from terrazzo.ops.w4ax import reference as blocks
 
     used = [e for e in range(len(starts) - 1) if starts[e] < starts[e + 1]]
     for e in used if op == "w4a8" else {used[0], used[-1]}:
@@ -243,6 +292,9 @@ def _wrong(op: str, x: Any, stacked: Any, starts: list[int], y: Any) -> str | No
         if op == "w4a16":
             ref = reference.gemm(x[rows], stacked[e], "exact")
             bound = reference.forward_error_bound(x[rows], stacked[e], "exact")
+        elif op == "w4ax":
+            held = x.codes()[rows], x.token_scales()[rows], stacked[e].unpack()
+            ref, bound = blocks.gemm(*held), blocks.forward_error_bound(*held, y.dtype)
         else:
             q, weight = x.q[rows, : x.k], stacked[e].unpack()
             ref = fp8_reference.gemm(q, x.scales[rows], weight)
@@ -257,12 +309,14 @@ def main(argv: list[str] | None = None) -> int:
     from terrazzo.autotune import gemm_bench, measure
     from terrazzo.lowering.targets import Target
 
-    from benchmarks.gemm import compile_all
+    from benchmarks.gemm import compiling
 
     options = arguments(argv)
     ops, layers = ((options.op,) if options.op else tuple(GROUP)), (LAYERS[:1] if options.quick else LAYERS)
+    layers = (GOAL_LAYER, EVEN_LAYER) if options.dense else layers
     options.target = Target.detect()
-    compile_all([request for op in ops for layer in layers for request in requests_of(op, layer, options.packed_for)])
+    how = (options.packed_for, options.dense)
+    compiling(options)([request for op in ops for layer in layers for request in requests_of(op, layer, *how)])
     result = gemm_bench.header(options.target, options.commit)
     result["copy_gb_s"] = options.copy_gb_s = round(measure.copy_bandwidth(), 1)
     result["rows"] = []
@@ -273,9 +327,7 @@ def main(argv: list[str] | None = None) -> int:
             for tokens in layer.tokens:
                 row = measure_row(op, layer, tokens, stacked, options)
                 result["rows"].append(row)
-                named = {"torch_bf16": "torch bf16", "each_us": "a gemm each", "native_us": "packed for this GPU"}
-                named |= {name: name for name in RIVALS}
-                peer = ", ".join(f"{said} {row[name]:9.2f} us" for name, said in named.items() if name in row)
+                peer = ", ".join(f"{said} {row[name]:9.2f} us" for name, said in BESIDE.items() if name in row)
                 said = f"{row['us']:9.2f} us {row['copy_share']:4.0%} of copy" if row["us"] else row["failure"]
                 print(f"{op:8} {layer.name:26} T {tokens:5} M {row['m']:6}  {said}  {peer}", flush=True)
             del stacked

@@ -28,7 +28,8 @@ DEVICE = "cuda"
 MS = (1, 4, 16, 64, 256, 1024, 4096)
 SIZES = {"norm": (4096, 8192), "act": (14336, 28672)}
 """Kernel -> values of a row: hidden and intermediate sizes of Llama-3-8B and 70B."""
-QUANTS = ("none", "int8", "e4m3", "e4m3_block128")
+QUANTS = ("none", "int8", "e4m3", "e4m3_block128", "w4ax")
+"""What leaves: 16 bits, or codes; of W4Ax in bytes, for a layer whose last quarter of blocks is INT8."""
 PEERS = ("separate", "vllm")
 RESIDENT_M, RESIDENT_COPIES = 64, 4
 EPS = 1e-5
@@ -84,6 +85,9 @@ def requests(o: argparse.Namespace, target: Target) -> list[KernelRequest]:
 
     found = [empty_request(target)]
     for quant in o.quants:
+        if quant == "w4ax":
+            found += [it for kernel in o.kernels for k in SIZES[kernel] for it in w4ax_requests(kernel, k, o, target)]
+            continue
         facts = dict(m=o.m, dtype=o.dtype, target=target, quant=None if quant == "none" else quant)
         for kernel in o.kernels:
             for k in SIZES[kernel]:
@@ -95,9 +99,33 @@ def requests(o: argparse.Namespace, target: Target) -> list[KernelRequest]:
     return list(dict.fromkeys(found))
 
 
+def w4ax_requests(kernel: str, k: int, o: argparse.Namespace, target: Target) -> list[KernelRequest]:
+    """W4Ax's quantizer with the residual sum or the gate, and alone; the gate as a kernel of its own."""
+    from terrazzo.ops import activation
+    from terrazzo.ops.w4ax import activations
+
+    facts = dict(dtype=o.dtype, permuted=True, norm=kernel == "norm", granularity="two_level", wide=True, target=target)
+    fronts = ("none", "residual" if kernel == "norm" else "silu")
+    made = [activations.plan(m, k, w4ax_blocks8(k), **facts, front=front) for m in o.m for front in fronts]
+    return made + ([] if kernel == "norm" else activation.kernel_requests(k, m=o.m, dtype=o.dtype, target=target))
+
+
+def w4ax_blocks8(k: int) -> int:
+    return k // 512
+
+
+def w4ax_weight(k: int) -> Any:
+    """A weight of 64 rows, which says what the quantizer makes."""
+    import torch
+    from terrazzo.autotune import w4ax_bench
+
+    return w4ax_bench.random_weight(64, k, 0.25, torch.Generator(DEVICE).manual_seed(k), "two_level").pack()
+
+
 def moved(kernel: str, m: int, k: int, quant: str) -> int:
     """Bytes that a kernel reads and writes: x and the residual, or gate and up; the sum; what leaves, and weights."""
-    leaves = {"none": 2 * k, "int8": k + 8, "e4m3": k + 4, "e4m3_block128": k + k // 32}[quant]
+    leaves = {"none": 2 * k, "int8": k + 8, "e4m3": k + 4, "e4m3_block128": k + k // 32, "w4ax": k + k // 32}
+    leaves = leaves[quant]
     return m * (leaves + (6 * k if kernel == "norm" else 4 * k)) + (2 * k if kernel == "norm" else 0)
 
 
@@ -121,8 +149,34 @@ def calls_of(kernel: str, m: int, k: int, quant: str, o: argparse.Namespace, tar
     }
     data = [(make(m, k, scale=1e-3), make(m, k)) if kernel == "norm" else (make(m, 2 * k),) for _ in range(copies)]
     weight = make(k, scale=0.1) + 1
+    if quant == "w4ax":
+        return w4ax_calls(calls, kernel, data, weight, o)
     fill = norm_calls if kernel == "norm" else act_calls
     return fill(calls, data, weight, quant, o)
+
+
+def w4ax_calls(calls: Calls, kernel: str, data: list, weight: Any, o: argparse.Namespace) -> tuple[Calls, str]:
+    from terrazzo.ops import activation, w4ax
+    from terrazzo.ops.w4ax import reference
+
+    k = data[0][0].shape[1] // (1 if kernel == "norm" else 2)
+    w, options = w4ax_weight(k), dict(rms_weight=weight, eps=EPS) if kernel == "norm" else {}
+    if kernel == "norm":
+        first = data[0][1] + data[0][0]
+        run = lambda x, r: w4ax.quantize_activations(x, w, residual=r, **options)
+        separate = lambda x, r: w4ax.quantize_activations(x + r, w, **options)
+        made = run(data[0][0], data[0][1].clone())
+    else:
+        first = activation.act_and_mul(data[0][0])
+        run = lambda x: w4ax.quantize_activations(x, w, activation="silu")
+        separate = lambda x: w4ax.quantize_activations(activation.act_and_mul(x), w)
+        made = run(data[0][0])
+    facts = dict(blocks8=w.blocks8, permutation=w.permutation, granularity="two_level", wide=True, **options)
+    off = float((made.codes() != reference.quantize_activations(first, **facts)[0]).float().mean())
+    calls["ours"] = [partial(run, *it) for it in data]
+    if "separate" in o.peers:
+        calls["separate"] = [partial(separate, *it) for it in data]
+    return calls, f"{off:.2e} of the codes differ from the reference's" if off else ""
 
 
 def norm_calls(calls: Calls, data: list, weight: Any, quant: str, o: argparse.Namespace) -> tuple[Calls, str]:

@@ -230,7 +230,7 @@ def pack(model: nn.Module, format: str | Format, *, skip: tuple[str, ...] = SKIP
     Experts of models that take `experts_implementation` become "terrazzo"; float weights are freed one after another.
 
     Args:
-        format: as "w4a16-g128" (W4Ax has no grouped product). skip: ends of names that stay as they are.
+        format: as "w4a16-g128". skip: ends of names that stay as they are.
         options: of the format's quantizer.
 
     Raises:
@@ -261,12 +261,9 @@ def _pack_experts(name: str, module: nn.Module, form: Format, options: dict[str,
     made = []
     for leaf in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
         weights, biases = getattr(module, leaf).detach(), getattr(module, f"{leaf}_bias", None)
-        each = []
-        for e, weight in enumerate(weights):
-            weight = weight.T.contiguous() if module.is_transposed else weight
-            bias = None if biases is None else biases[e].detach()
-            each.append(form.quantize(weight, bias, **options))
-        made.append(GroupedWeight.stack(each))
+        rows = [weight.T.contiguous() if module.is_transposed else weight for weight in weights]
+        each = None if biases is None else [bias.detach() for bias in biases]
+        made.append(GroupedWeight.stack(form.quantize_experts(rows, each, **options)))
         delattr(module, leaf)
         if biases is not None:
             delattr(module, f"{leaf}_bias")

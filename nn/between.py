@@ -13,10 +13,12 @@ from terrazzo.nn.attention import Attention
 from terrazzo.nn.decoder import Decoder, DecoderLayer
 from terrazzo.nn.mlp import SparseMLP
 from terrazzo.nn.norm import RMSNorm
-from terrazzo.ops import activation, norm, rope
+from terrazzo.ops import activation, launching, norm, rope
 from terrazzo.ops.attention import rope_writing, writing
 from terrazzo.ops.attention.cache import residual_of
 from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.w4ax import activations as w4ax_activations
+from terrazzo.ops.w4ax import format as w4ax_format
 from terrazzo.schedules import rows
 from torch import nn
 
@@ -32,9 +34,45 @@ def requests(model: nn.Module, m: Sequence[int] | None, dtype: str, target: Targ
             if width % rows.VECTOR == 0 < width <= rows.MAX_COLUMNS and dict(facts)["activation"] is not None:
                 found = activation.kernel_requests(width, m=tokens, dtype=dtype, target=target, **dict(facts))
                 made |= dict.fromkeys(found)
+        for layer, front, times in _fronts(decoder):
+            tokens = None if m is None else tuple(times * each for each in m)
+            norm_in_front = front == "residual"
+            made |= dict.fromkeys(quantizers(layer, tokens, dtype, target, front=front, norm=norm_in_front))
         for head_dim, style in dict.fromkeys((it.self_attn.head_dim, _style(it.self_attn)) for it in decoder.layers):
             made |= dict.fromkeys(rope.kernel_requests(head_dim, dtype=dtype, norm=style, target=target))
     return list(made)
+
+
+def quantizers(
+    layer: Any, m: Sequence[int] | None, dtype: str, target: Target, *, norm: bool, front: str = "none"
+) -> list[KernelRequest]:
+    """What makes of 16 bits, or of what stands in front of them, what a W4Ax layer multiplies; `front` as of its
+    operator's `kernel_requests`."""
+    own, tokens = layer._facts, launching.tokens_of(m)
+    facts = dict(dtype=dtype, permuted=bool(own["order"]), norm=norm, granularity=scales_of(layer), front=front)
+    facts |= dict(wide=not w4ax_format.native(target), target=target)
+    return list(dict.fromkeys(w4ax_activations.plan(each, own["k"], own["blocks8"], **facts) for each in tokens))
+
+
+def scales_of(layer: Any) -> str:
+    """Form of a W4Ax layer's scales."""
+    return "two_level" if "channel_scales" in layer._facts["tensors"] else "block"
+
+
+def _fronts(decoder: Decoder) -> Iterator[tuple[Any, str, int]]:
+    """W4Ax layers of a decoder whose quantizer takes in the residual sum or the gate in front, and rows for a token."""
+    delta, post = False, None
+    for layer in decoder.layers:
+        normed = (layer.self_attn.qkv_proj, post), (getattr(layer.mlp, "gate_up_proj", None), layer.post_attention)
+        for it, before in normed:
+            if delta and before is None and products.mixed(it) is not None and it.in_features % rows.VECTOR == 0:
+                yield it, "residual", 1
+            delta = True
+        post = layer.post_mlp
+        mlp, times = (layer.mlp.experts, layer.mlp.top_k) if isinstance(layer.mlp, SparseMLP) else (layer.mlp, 1)
+        gate = products.OPERATOR_GATES.get(mlp.activation)
+        if gate and products.mixed(mlp.down_proj) is not None and mlp.down_proj.in_features % rows.VECTOR == 0:
+            yield mlp.down_proj, gate, times
 
 
 def turning(
@@ -88,5 +126,8 @@ def _gate(layer: DecoderLayer) -> tuple[int, int, tuple[tuple[str, Any], ...]]:
     mlp, times = layer.mlp, 1
     if isinstance(mlp, SparseMLP):
         mlp, times = mlp.experts, mlp.top_k
-    facts = dict(activation=glue.OPERATOR_NAMES.get(mlp.activation), **(_form(mlp.down_proj) or {}))
+    name = glue.OPERATOR_NAMES.get(mlp.activation)
+    if products.mixed(mlp.down_proj) is not None and mlp.activation in products.OPERATOR_GATES:
+        name = None  # the quantizer takes it in
+    facts = dict(activation=name, **(_form(mlp.down_proj) or {}))
     return mlp.down_proj.in_features, times, tuple(sorted(facts.items(), key=str))

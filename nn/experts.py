@@ -50,7 +50,7 @@ class Experts(nn.Module):
         activation: key of `glue.ACTIVATIONS`.
 
     Raises:
-        ArgumentError: numbers of experts or sizes that do not fit; W4Ax, which has no grouped product.
+        ArgumentError: numbers of experts or sizes that do not fit.
     """
 
     def __init__(self, gate_up: GroupedWeight, down: GroupedWeight, activation: str = "silu") -> None:
@@ -96,9 +96,8 @@ class Experts(nn.Module):
         Raises:
             ArgumentError: an unknown format, values or sizes that cannot be quantized.
         """
-        form = Format.parse(format)
-        make = lambda weights: [form.quantize(w.detach(), **options) for w in weights]
-        return cls.of_packed(make(gate_up), make(down), activation)
+        make = Format.parse(format).quantize_experts
+        return cls.of_packed(make(gate_up, **options), make(down, **options), activation)
 
     @classmethod
     def from_gpt_oss(

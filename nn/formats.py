@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib import import_module
@@ -161,6 +162,22 @@ class Format:
         end = "-sym" if self.symmetric else ""
         return f"{self.family}-g{'K' if self.group_size is None else self.group_size}{end}"
 
+    def plan(self, magnitudes: torch.Tensor) -> Any:
+        """W4Ax's order and blocks for magnitudes [K] of input channels, a quarter of the blocks INT8."""
+        return import_module(FAMILIES[self.family].operator).plan_blocks(magnitudes, ratio=0.25)
+
+    def quantize_experts(
+        self, experts: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None] | None = None, **options: Any
+    ) -> list[Any]:
+        """`quantize` of each expert's float weight [N, K]. Those of "w4ax" share a plan, as one product reads them."""
+        import torch
+
+        if self.family == "w4ax" and options.get("plan") is None:
+            largest = torch.stack([w.detach().float().abs().amax(0) for w in experts]).amax(0)
+            options["plan"] = self.plan(largest)
+        biases = [None] * len(experts) if biases is None else biases
+        return [self.quantize(w.detach(), bias, **options) for w, bias in zip(experts, biases)]
+
     def quantize(self, weight: torch.Tensor, bias: torch.Tensor | None = None, **options: Any) -> Any:
         """The packed weight of a float one [N, K], on its device; options are those of the family's `quantize`.
 
@@ -169,9 +186,7 @@ class Format:
         module = import_module(FAMILIES[self.family].operator)
         size = weight.shape[-1] if self.group_size is None else self.group_size
         if self.family == "w4ax":
-            plan = options.pop("plan", None)
-            if plan is None:
-                plan = module.plan_blocks(weight.detach().float().abs().amax(0), ratio=0.25)
+            plan = options.pop("plan", None) or self.plan(weight.detach().float().abs().amax(0))
             return module.quantize(weight, plan, bias=bias, **options)
         if FAMILIES[self.family].codes:
             options.setdefault("granularity", "channel" if self.group_size is None else "block")

@@ -45,12 +45,14 @@ class RMSNorm(nn.Module):
             h: float16 or bfloat16 [T, hidden], the residual. delta: what is added to it first, alike, or None.
             post: norm of delta itself.
 
-        Sum, norm and what W4A8 multiplies are one kernel, W4Ax takes two: sum, and norm with quantization.
+        Sum, norm and what the layer multiplies are one kernel. W4Ax takes two behind a norm of delta itself.
         """
         form = products.rows_form(layer)
         if form is not None and self._in_one(h, post):
             return self._fused(h, delta, post, **form), h
         if layer.takes_norm:
+            if delta is not None and post is None and products.adds(layer, h):
+                return products.quantize(delta, layer.packed, self.weight, self.eps, h), h
             if delta is not None:
                 h = h + delta if post is None else glue.norm_add(delta, h, post.weight, post.eps)
             return products.quantize(h, layer.packed, self.weight, self.eps), h

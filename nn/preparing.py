@@ -15,7 +15,7 @@ from terrazzo.nn.formats import FAMILIES
 from terrazzo.nn.linear import Linear
 from terrazzo.nn.mlp import SparseMLP
 from terrazzo.nn.module import PackedModule
-from terrazzo.ops import attention, launching, model_requests, w8a8
+from terrazzo.ops import attention, launching, model_requests, w4ax, w8a8
 from terrazzo.ops.grouped import all_tokens
 from terrazzo.ops.model_layers import Linear as Kind
 from terrazzo.ops.model_requests import Serving
@@ -74,6 +74,9 @@ def kernel_requests(
     of_bytes = {f"{it._facts} {top_k}": (it, top_k) for it, top_k in _products(model) if _is_of_bytes(it)}
     for module, top_k in of_bytes.values():
         made |= dict.fromkeys(_of_bytes(module, m, top_k, form, at))
+    of_blocks = {f"{it._facts} {top_k}": (it, top_k) for it, top_k in _products(model) if _is_of_blocks(it)}
+    for module, top_k in of_blocks.values():
+        made |= dict.fromkeys(_of_blocks(module, m, top_k, form, at))
     formats = kv or next((it.formats for it in model.modules() if hasattr(it, "formats")), None)
     for facts in dict.fromkeys(_heads(model)) if formats else ():
         options = dict(facts, dtype=form, page=page, target=at, prefill=m is None or max(m) > 1)
@@ -93,10 +96,10 @@ def _products(model: nn.Module) -> Iterator[tuple[Linear | GroupedLinear, int]]:
 
 
 def _kinds(model: nn.Module) -> Iterator[tuple[Kind, int]]:
-    """Each layer but those of W8A8 as `model_requests` knows it, and how many experts a token takes."""
+    """Each layer but those of W8A8 and W4Ax as `model_requests` knows it, and how many experts a token takes."""
     for module, top_k in _products(model):
         facts = module._facts
-        if _is_of_bytes(module):
+        if _is_of_bytes(module) or _is_of_blocks(module):
             continue
         operator = _OPERATORS.get(facts["family"], facts["family"])
         yield (
@@ -129,6 +132,30 @@ def _of_bytes(
     # gate and up quantize tokens ahead of their routing, down behind it
     rows = all_tokens(experts) if m is None else launching.tokens_of((*m, *routed))
     return found + w8a8_op.quantizers(k, **form, **before, m=rows, dtype=dtype, target=target)
+
+
+def _is_of_blocks(module: Linear | GroupedLinear) -> bool:
+    """Whether its weight is W4Ax's, whose plan is the layer's own."""
+    return module._facts["family"] == "w4ax"
+
+
+def _of_blocks(
+    module: Linear | GroupedLinear, m: tuple[int, ...] | None, top_k: int, dtype: str, target: Target
+) -> list[KernelRequest]:
+    """The kernels of a W4Ax layer, its quantizer with and without RMSNorm among them."""
+    own, scales = module._facts, between.scales_of(module)
+    facts = dict(blocks8=own["blocks8"], bias=module.bias is not None, target=target)
+    n, k, experts = own["n"], own["k"], own.get("experts")
+    if not experts:
+        found = w4ax.kernel_requests(n, k, **facts, m=m, dtype=None, out_dtype=dtype, granularity=scales)
+        rows = m
+    else:
+        routed = None if m is None else tuple(top_k * it for it in m)
+        found = w4ax.grouped_requests(n, k, experts, **facts, m=routed, out_dtype=dtype)
+        # gate and up quantize tokens ahead of their routing, down behind it
+        rows = all_tokens(experts) if m is None else (*m, *routed)
+    before = (between.quantizers(module, rows, dtype, target, norm=norm) for norm in (False, True))
+    return [*found, *(it for made in before for it in made)]
 
 
 def _heads(model: nn.Module) -> Iterator[tuple[tuple[str, int | bool], ...]]:

@@ -17,12 +17,17 @@ from terrazzo.ops.w4a8.w8a8 import entry as w8a8
 from terrazzo.ops.w4a8.w8a8.format import PackedWeight as W8A8
 from terrazzo.ops.w4ax.activations import QuantizedActivations as Mixed
 from terrazzo.ops.w4ax.format import PackedWeight as W4Ax
+from terrazzo.ops.w4ax.quantize_blocks import GATES
 from terrazzo.ops.weight_only import entry as weight_only
 from terrazzo.ops.weight_only.packed import WeightOnly
 from terrazzo.schedules.rows import MAX_COLUMNS
 
 Activations = torch.Tensor | Bytes | BlockQuantizedActivations | Mixed
 """What a product takes: float16 or bfloat16 [..., K], or activations that `quantize` made for the weight."""
+
+
+OPERATOR_GATES = {name: own for name, own in glue.OPERATOR_NAMES.items() if own in GATES}
+"""Activations that W4Ax's quantizer takes in."""
 
 
 def gemm(x: Activations, w: Any, out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -46,10 +51,19 @@ def gemm(x: Activations, w: Any, out_dtype: torch.dtype | None = None) -> torch.
     return call(x, w, None, out_dtype, *rest)
 
 
-def quantize(x: torch.Tensor, w: Any, rms_weight: torch.Tensor | None = None, eps: float = 0.0) -> Activations:
+def quantize(
+    x: torch.Tensor,
+    w: Any,
+    rms_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    residual: torch.Tensor | None = None,
+) -> Activations:
     """x as `gemm` of `w` multiplies it, with RMSNorm in front where `rms_weight` is given: one kernel on a GPU.
 
     W4A16, MXFP4 and FP8 multiply x itself: then rms_weight must be None.
+
+    Args:
+        residual: of W4Ax, where `adds` says so: x is added to it in place in the same kernel, and the sum is quantized.
     """
     if isinstance(w, GroupedWeight):
         w = w.stacked
@@ -58,10 +72,10 @@ def quantize(x: torch.Tensor, w: Any, rms_weight: torch.Tensor | None = None, ep
         return x
     if operator is w4ax:
         if _on_kernels(x):
-            return w4ax.quantize_activations(x, w, rms_weight=rms_weight, eps=eps)
+            return w4ax.quantize_activations(x, w, rms_weight=rms_weight, eps=eps, residual=residual)
         check_activations(x, w.k)
         granularity = "two_level" if w.two_level else "block"
-        return import_module("terrazzo.ops.w4ax.torch_op").quantize(x, w, rms_weight, eps, granularity, None)
+        return import_module("terrazzo.ops.w4ax.torch_op").quantize(x, w, rms_weight, eps, granularity, None, residual)
     if operator is w8a8:
         x = x if rms_weight is None else glue.rms_norm(x, rms_weight, eps)
         return w8a8.quantize_activations(x, w) if _on_kernels(x) else _torch_op(w8a8).quantize(x, w)
@@ -85,7 +99,8 @@ def grouped_gemm(
     call = _torch_op(operator).call_grouped
     if operator is weight_only:
         return call(x, w, offsets, None, "auto")
-    return call(x, w, offsets, None, out_dtype, "auto")
+    rest = () if operator is w4ax else ("auto",)
+    return call(x, w, offsets, None, out_dtype, *rest)
 
 
 def in_rows(x: torch.Tensor) -> bool:
@@ -111,13 +126,34 @@ def rows_form(layer: Any) -> dict[str, Any] | None:
     return form
 
 
+def mixed(layer: Any) -> W4Ax | None:
+    """The weight of a W4Ax layer, stacked where it is of experts: its quantizer takes in what stands in front of it."""
+    w = getattr(layer, "packed", None)
+    w = w.stacked if isinstance(w, GroupedWeight) else w
+    return w if isinstance(w, W4Ax) else None
+
+
+def adds(layer: Any, h: torch.Tensor) -> bool:
+    """Whether the quantizer of a layer's activations adds to the residual h, too."""
+    return mixed(layer) is not None and in_rows(h) and h.is_contiguous() and h.data_ptr() % 16 == 0
+
+
 def gated(gate_up: torch.Tensor, name: str, layer: Any) -> Activations:
     """act(gate) * up of joined [..., 2 F], as `layer` multiplies it, or as a tensor.
 
     Args:
         name: key of `glue.ACTIVATIONS`.
     """
-    form = rows_form(layer) or {}
+    form, blocks = rows_form(layer) or {}, mixed(layer)
+    own = OPERATOR_GATES.get(name)
+    if (
+        blocks is not None
+        and own
+        and gate_up.is_cuda
+        and gate_up.shape[-1] == 2 * blocks.k
+        and in_rows(gate_up[..., ::2])
+    ):
+        return w4ax.quantize_activations(gate_up, blocks, activation=own)
     if name not in glue.OPERATOR_NAMES or gate_up.shape[-1] % 16 or not in_rows(gate_up[..., ::2]):
         return glue.ACTIVATIONS[name](gate_up)
     return activation.act_and_mul(gate_up, activation=glue.OPERATOR_NAMES[name], **form)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -187,8 +187,11 @@ class Published(Source):
             raise ArgumentError(f"{name}.weight", seen, "must be [N, K], and its bias [N]", "get the checkpoint again")
         return weight, bias
 
-    def _made(self, names: Sequence[str], own: str, sizes: Sequence[int] = (), shares: Shares = ()) -> Any:
-        """One packed weight for some layers, of `sizes` outputs each, or (weight, bias) in 16 bits."""
+    def _made(
+        self, names: Sequence[str], own: str, sizes: Sequence[int] = (), shares: Shares = (), **options: Any
+    ) -> Any:
+        """One packed weight for some layers, of `sizes` outputs each, or (weight, bias) in 16 bits; `options` of its
+        quantizer come before those of the source."""
         parts = [self._part(name, share) for name, share in zip(names, shares or (None,) * len(names))]
         for name, part, rows in zip(names, parts, sizes):
             seen = len(part[0]) if isinstance(part, tuple) else part.n
@@ -213,7 +216,7 @@ class Published(Source):
             bias = cast(bias, self.dtype, names[0])
         if self.quantize is None:
             return cast(weight, self.dtype, names[0]), bias
-        options = {**self.tuned(own, weight), **self.options}
+        options = {**self.tuned(own, weight), **self.options, **options}
         made = quantized(self.quantize, weight, bias, self.dtype, options, self.target)
         self.report(own, made, weight)
         return made
@@ -241,12 +244,28 @@ class Published(Source):
             raise _float_experts(own)
         made = []
         for name, part, share in ((gate_up, "gate_up", shares[0]), (down, "down", shares[1])):
-            each = []
-            for e, weight in enumerate(self.float_of(name, _cut_of_experts(name, self.shape_of(name), share))):
-                each.append(quantized(self.quantize, weight, None, self.dtype, self.options, self.target))
+            each, floats = [], self.float_of(name, _cut_of_experts(name, self.shape_of(name), share))
+            options = {**self.options, **self._shared_plan(floats)}
+            for e, weight in enumerate(floats):
+                each.append(quantized(self.quantize, weight, None, self.dtype, options, self.target))
                 self.report(f"{own}.{e}.{part}", each[-1], weight)
             made.append(each)
         return Experts.of_packed(*made, activation)
+
+    def _shared_plan(self, experts: Iterable[torch.Tensor]) -> dict[str, Any]:
+        """The option that experts share: W4Ax's plan, of the largest magnitudes in the columns of their weights."""
+        if self.quantize is None or self.quantize.family != "w4ax" or "plan" in self.options:
+            return {}
+        largest: torch.Tensor | None = None
+        for weight in experts:
+            own = weight.float().abs().amax(0)
+            largest = own if largest is None else largest.maximum(own)
+        return {"plan": self.quantize.plan(largest)}
+
+    def _floats(self, names: Iterable[str], share: Share | None) -> Iterator[torch.Tensor]:
+        """The weights of those of some layers that are float."""
+        parts = (self._part(name, share) for name in names)
+        return (part[0] for part in parts if isinstance(part, tuple))
 
     def interleaved(self, name: str, activation: str, own: str, shares: Shares = (None, None)) -> Experts:
         """gpt-oss's experts: rows 2 i are gates, 2 i + 1 ups, and both products have biases. As published in MXFP4,
@@ -296,10 +315,10 @@ class Published(Source):
             values = cut.of(values)
             alone = share.dim == 0 or share.rank == 0  # a sum over ranks has the bias once
             bias = None if bias is None or not alone else cut.of(bias) if share.dim == 0 else bias
-        found = []
+        found, options = [], {**self.options, **self._shared_plan(values)}
         for e, weight in enumerate(values):
             own = None if bias is None else cast(bias[e], self.dtype, f"{name}_bias")
-            packed = quantized(self.quantize, weight.contiguous(), own, self.dtype, self.options, self.target)
+            packed = quantized(self.quantize, weight.contiguous(), own, self.dtype, options, self.target)
             found.append((packed, weight))
         return found
 
@@ -314,10 +333,13 @@ class Published(Source):
     ) -> Experts:
         """The experts of a layer; shares of gate and up, and of down."""
         rows, columns = shares
+        first = self._shared_plan(self._floats((*gates, *ups), rows))
+        last = self._shared_plan(self._floats(downs, columns))
         both = [
-            self._made([g, u], f"{own}.{e}.gate_up", shares=(rows, rows)) for e, (g, u) in enumerate(zip(gates, ups))
+            self._made([g, u], f"{own}.{e}.gate_up", shares=(rows, rows), **first)
+            for e, (g, u) in enumerate(zip(gates, ups))
         ]
-        back = [self._made([d], f"{own}.{e}.down", shares=(columns,)) for e, d in enumerate(downs)]
+        back = [self._made([d], f"{own}.{e}.down", shares=(columns,), **last) for e, d in enumerate(downs)]
         if isinstance(both[0], tuple) or isinstance(back[0], tuple):
             raise _float_experts(own)
         return Experts.of_packed(_at_one_scale(both), _at_one_scale(back), activation)

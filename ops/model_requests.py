@@ -29,6 +29,8 @@ from terrazzo.ops.w4a8 import op as w4a8_op
 from terrazzo.ops.w4a8.w8a8 import format as w8a8_format
 from terrazzo.ops.w4a8.w8a8 import grouped as w8a8_grouped
 from terrazzo.ops.w4a8.w8a8 import op as w8a8_op
+from terrazzo.ops.w4ax import activations as w4ax_activations
+from terrazzo.ops.w4ax import fmpq as w4ax_fmpq
 from terrazzo.ops.w4ax import format as w4ax_format
 from terrazzo.ops.weight_only import grouped as weight_only_grouped
 from terrazzo.ops.weight_only import op as weight_only_op
@@ -262,8 +264,9 @@ def _linear(made: Plan, layers: Layers, model: Architecture | None, serving: Ser
     from terrazzo.layouts.instances import get_instance
 
     for kind, names in layers.kinds.items():
-        if kind.experts and kind.operator == "w4ax":
-            made.skipped[names[0]] = f"experts are no single launch in W4Ax; {serving.target.arch} calls each by itself"
+        if kind.experts and kind.operator == "w4ax" and w4ax_format.native(serving.target):
+            arch = serving.target.arch
+            made.skipped[names[0]] = f"experts of W4Ax are one launch on sm_90a alone; {arch} calls each by itself"
             continue
         made.requests |= dict.fromkeys(layer_requests(kind, serving, model.top_k if model else 1))
     for operator in dict.fromkeys(kind.operator for kind in layers.kinds):
@@ -336,7 +339,19 @@ def _of_layer(kind: Linear, serving: Serving) -> list[KernelRequest]:
         ]
     m = serving.tokens(launching.ALL_TOKENS)
     facts = dict(dtype=dtype, m=m, target=at, bias=kind.bias)
-    return [it for norm in serving.norms for it in w4ax.kernel_requests(n, k, **facts, norm=norm)]
+    found = w4ax.kernel_requests(n, k, **facts | dict(dtype=None, out_dtype=dtype), granularity="two_level")
+    return found + _block_quantizers(kind, serving, m or launching.ALL_TOKENS)
+
+
+def _block_quantizers(kind: Linear, serving: Serving, rows: Sequence[int]) -> list[KernelRequest]:
+    """What makes W4Ax's activations: of 16 bits, of gates, and of norms with a residual or without."""
+    facts = dict(dtype=serving.dtype, permuted=True, granularity="two_level", target=serving.target)
+    facts["wide"] = not w4ax_format.native(serving.target)
+    own = {False: ("none", "silu"), True: ("none", "residual")} if kind.k % 8 == 0 else {}
+    forms = [(norm, front) for norm in serving.norms for front in own.get(norm, ("none",))]
+    high = round(0.25 * -(-kind.k // w4ax_fmpq.BLOCK))
+    plan = w4ax_activations.plan
+    return list(dict.fromkeys(plan(m, kind.k, high, **facts, norm=n, front=f) for m in rows for n, f in forms))
 
 
 _W8A8 = {"w8a8": "int8", "w8a8_fp8": "e4m3"}
@@ -373,6 +388,9 @@ def _of_experts(kind: Linear, top_k: int, serving: Serving) -> list[KernelReques
         facts |= form | dict(zeros=kind.zeros, out_dtype=serving.dtype)
         found = w8a8_grouped.grouped_requests(kind.n, kind.k, kind.experts, **facts)
         return [*found, *(it for made in before for it in made)]
+    if kind.operator == "w4ax":
+        found = w4ax.grouped_requests(kind.n, kind.k, kind.experts, **facts, out_dtype=serving.dtype)
+        return found + _block_quantizers(kind, serving, _rows_of(kind, top_k, serving))
     facts["group_size"] = kind.group_size
     if kind.operator in WEIGHT_ONLY:
         facts |= _facts(kind) | dict(dtype=serving.dtype, numerics=_numerics(kind, serving))

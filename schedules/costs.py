@@ -97,6 +97,8 @@ _BLOCKS = replace(  # of two-level scales: units fitted to 330 measurements on H
         (112, 3, 1): 0.511, (128, 2, 1): 0.354, (128, 3, 1): 0.554,
     },
 )  # fmt: skip
+_BLOCKS_EXPERTS = replace(_BLOCKS, units={tile: cost for tile, cost in _BLOCKS.units.items() if tile != (48, 4, 1)})
+"""Of experts: the state of their table makes that tile spill."""
 _SCALED_BLOCKS = (
     replace(  # of a scale for each block: the sums of a tile are scaled with every 128 k; 70 measurements on
         # H200, wide tiles with warpgroups in turn (6 % rms)
@@ -170,6 +172,6 @@ COSTS: Mapping[str, Costs] = {
     "e4m3 promoted": Costs(*[_direct(0.1, 1.5)] * 3, _SMALL_S8),
     "e4m3 block": Costs(*[_direct(0.6, 1.4, tall=True)] * 3, _SMALL_S8),
     "s4_s8 block": Costs(_SCALED_BLOCKS, _SCALED_BLOCKS, _SCALED_BLOCKS, _SMALL_BLOCKS),
-    "s4_s8 integer": Costs(_BLOCKS, _BLOCKS, _BLOCKS, _SMALL_BLOCKS),
+    "s4_s8 integer": Costs(_BLOCKS, _BLOCKS, _BLOCKS_EXPERTS, _SMALL_BLOCKS),
 }
 """A form of `forms.FORMS` -> what it costs."""

@@ -252,6 +252,8 @@ class Grouped(Space):
         if program == "multistage":
             if self.problem.weight == self.problem.activations:
                 return f"{program} does not multiply bytes by bytes"
+            if self.problem.activations == "s4_s8":
+                return f"{program} does not multiply blocks of two precisions"
             e4m3 = self.problem.activations == "e4m3"
             refusal = e4m3_refusal(schedule, target) if e4m3 else ""
             return refusal or multistage_refusal(schedule, self.problem, target, m)

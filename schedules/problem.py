@@ -65,10 +65,12 @@ class Gemm:
         return Gemm(n, k, **records, **own, out_bytes=out_bytes, experts=experts)
 
     @staticmethod
-    def of_blocks(n: int, k: int, blocks8: int, out_bytes: int = 2, two_level: bool = False) -> Gemm:
+    def of_blocks(
+        n: int, k: int, blocks8: int, out_bytes: int = 2, two_level: bool = False, *, experts: int = 0
+    ) -> Gemm:
         """W4Ax: blocks of 128 channels, each with a 2-byte parameter for each row."""
         own = dict(weight="s4", activations="s4_s8", scales="integer" if two_level else "block")
-        return Gemm(n, k, 1, 128, out_bytes=out_bytes, blocks8=blocks8, **own)
+        return Gemm(n, k, 1, 128, out_bytes=out_bytes, blocks8=blocks8, experts=experts, **own)
 
     @property
     def form_name(self) -> str:

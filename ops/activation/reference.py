@@ -1,17 +1,14 @@
 """The oracle of gated activations: act(gate) * up, smooth vectors and codes, in plain torch.
 
-    silu        h = round(round(silu(g)) * u)
-    gelu_tanh   h = round(round(gelu(g, by tanh)) * u);  gelu: by erf
-    swiglu_oai  h = round(round(u + 1) * round(g * round(sigmoid(round(alpha g)))))
-    limit       before: g = min(g, limit), u = clamp(u, -limit, limit)
-
-With "model" functions are float32's, as torch calls them; with "fused" all is float64, and h is rounded alone.
+h is that of ops/gates.py. With "model" functions are float32's, as torch calls them. With "fused" all is float64, and h
+is rounded alone.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from terrazzo.ops.gates import gated
 from terrazzo.ops.quantized import encode, rounding_error
 
 if TYPE_CHECKING:
@@ -25,24 +22,6 @@ def gate_and_up(x: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tenso
         return x[..., ::2], x[..., 1::2]
     first, second = x.chunk(2, dim=-1)
     return (first, second) if layout == "gate_up" else (second, first)
-
-
-def gated(
-    g: torch.Tensor, u: torch.Tensor, activation: str, alpha: float, limit: float | None, rounds: torch.dtype | None
-) -> torch.Tensor:
-    """h in g's dtype (float32 or float64), rounded to `rounds` where models round it."""
-    import torch
-
-    round_ = (lambda t: t) if rounds is None else (lambda t: t.to(rounds).to(g.dtype))
-    if limit is not None:
-        g, u = g.clamp(max=limit), u.clamp(-limit, limit)
-    if activation == "swiglu_oai":
-        return round_(round_(u + 1) * round_(g * round_(torch.sigmoid(round_(alpha * g)))))
-    if activation == "silu":
-        a = torch.nn.functional.silu(g)
-    else:
-        a = torch.nn.functional.gelu(g, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return round_(round_(a) * u)
 
 
 def act_and_mul(

@@ -29,15 +29,7 @@ STYLES = ("llama", "gemma", "gpt_oss")
 """Where the weight enters: llama w * round(x s), gpt_oss round(w * (x s)), gemma round((x s) * (1 + w))."""
 NUMERICS = ("fused", "model")
 HELD = 2  # vectors of a thread up to which weights are read beside the row, not behind its sum
-SOURCE = """\
-// x = round(x + r), 8 values
-template <bool BF16> __device__ __forceinline__ void tz_add8(void *x, const void *r) {
-  float a[8], b[8];
-  tz_widen8<BF16>(a, x); tz_widen8<BF16>(b, r);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) a[i] += b[i];
-  tz_narrow8<BF16>(x, a);
-}
+_SOURCE = """\
 // squares of 8 values join m[1]
 template <bool BF16> __device__ __forceinline__ void tz_squares8(void *m_, const void *x) {
   float v[8], *m = (float *)m_;
@@ -303,7 +295,7 @@ def build(
     ahead, later = (part * k // VECTOR // 16 * VECTOR if pdl else 0 for part in (ahead, later))  # values
     blocks = max(1, resident // threads)
     wave = blocks * target.sms  # CTAs that run at a time
-    source = prelude(*row_outputs.primitives(output, pdl), extra=(row_outputs.SOURCE, SOURCE))
+    source = prelude(*row_outputs.primitives(output, pdl), extra=(row_outputs.SOURCE, row_outputs.ADD_SOURCE + _SOURCE))
     M, MP = T.dynamic("m"), T.dynamic("mp")
     copies = copy_macros(norm, out, M)
     steps = value_macros(norm, out, copies.load_weights)

@@ -89,8 +89,9 @@ def pipeline_macros(
 
 
 def role_macros(
-    steps: SimpleNamespace, *, block_tokens: int, warpgroups: int, tiles: SimpleNamespace, rings: SimpleNamespace
-) -> SimpleNamespace:
+    steps: SimpleNamespace, *, block_tokens: int, warpgroups: int, tiles: SimpleNamespace, rings: SimpleNamespace,
+    tokens: SimpleNamespace | None = None,
+) -> SimpleNamespace:  # fmt: skip
     """Macro `run`, for programs whose registers are short: each role makes its own plan, as one made before the roles
     part would live in the registers of both; and what a segment is, phases or an order of its own, the program says.
 
@@ -98,6 +99,8 @@ def role_macros(
         steps: macros fill_weights and fill_tokens as of `pipeline_macros`; open(io, ring, wg, wt): once, what a
             consumer finds while the kernel before still runs; enter(wg) and leave(wg), or None: in front of the first
             segment and behind the last; segment(io, c, ring, wg, wt, lane, cta, grid, sk): a segment, to its end.
+        tokens: of `expert_macros`, where the tokens are those of experts; then `run` takes their offsets in the place
+            of shared tiles, `io` holds Es and `table`, and weights wait for the kernel before, as all of the plan does.
     """
     import tilelang.language as T
 
@@ -105,8 +108,45 @@ def role_macros(
 
     @T.macro
     def locate(io, c):
-        """The first token of the segment's tile."""
-        c.first[0] = c.tokens[0] * block_tokens
+        """The first token of the segment's tile; of experts all that `locate` of theirs finds."""
+        if tokens is not None:
+            tokens.locate(io.Es, c, io.X.shape[0])
+        else:
+            c.first[0] = c.tokens[0] * block_tokens
+
+    @T.macro
+    def run_experts(io, p, c, ring, offsets, grid, cta):
+        """`run`, of experts."""
+        tx = T.get_thread_binding()
+        e = io.table
+        rings.reset(ring)
+        T.pdl_trigger()
+        T.pdl_sync()
+        tokens.tabulate(io.Es, offsets, io.X.shape[0])
+        if tx >= consumers:
+            T.dec_max_nreg(REGISTERS[warpgroups, 1][0])
+            fill = SimpleNamespace(**vars(io), ring=ring, leader=tx == consumers, leader_of_tokens=tx == consumers + 32)
+            if tx < consumers + 64:
+                tokens.share(io.Es, e, grid)
+                tiles.plan(p, cta, e.grid[0], e.shared[0], e.blocks[0])
+                if tx < consumers + 32:
+                    tiles.each_unit(
+                        steps.fill_weights, fill, locate, p, c, cta, e.grid[0], e.shared[0], e.blocks[0]
+                    )  # fmt: skip
+                else:
+                    tiles.each_unit(steps.fill_tokens, fill, locate, p, c, cta, e.grid[0], e.shared[0], e.blocks[0])
+        else:
+            T.inc_max_nreg(REGISTERS[warpgroups, 1][1])
+            tokens.share(io.Es, e, grid)
+            tiles.plan(p, cta, e.grid[0], e.shared[0], e.blocks[0])
+            wg = tx // 128
+            wt = tx % 128
+            lane = tx % 32
+            steps.open(io, ring, wg, wt)
+            for seg in T.serial(p.all[0]):
+                tiles.segment(p, c, seg, cta, e.grid[0], e.shared[0], e.blocks[0])
+                locate(io, c)
+                steps.segment(io, c, ring, wg, wt, lane, cta, e.grid[0], e.shared[0])
 
     @T.macro
     def run(io, p, c, ring, sk, grid, cta):
@@ -143,4 +183,4 @@ def role_macros(
             if steps.leave is not None:
                 steps.leave(wg)
 
-    return SimpleNamespace(run=run)
+    return SimpleNamespace(run=run if tokens is None else run_experts)

@@ -80,6 +80,17 @@ template <bool BF16> __device__ __forceinline__ void tz_values_store(void *y, co
 }
 """
 """Why not TileLang: maxima that keep NaN, and values of 16 bits and codes, eight at a time in registers."""
+ADD_SOURCE = """\
+// x = round(x + r), 8 values
+template <bool BF16> __device__ __forceinline__ void tz_add8(void *x, const void *r) {
+  float a[8], b[8];
+  tz_widen8<BF16>(a, x); tz_widen8<BF16>(b, r);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) a[i] += b[i];
+  tz_narrow8<BF16>(x, a);
+}
+"""
+"""The sum with a residual. Why not TileLang: eight values in registers at a time."""
 
 
 def primitives(output: str, fetches: bool, joined: bool = False) -> list[str]:

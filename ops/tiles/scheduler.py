@@ -183,7 +183,8 @@ def table_words(experts: int) -> int:
 
 
 def expert_macros(*, experts: int, block_tokens: int, units: int, row_tiles: int) -> SimpleNamespace:
-    """Macros `partition` and `locate` of programs whose tokens are sorted by expert, each with a matrix of its own.
+    """Macros `partition`, or its parts `tabulate` and `share`, and `locate` of programs whose tokens are sorted by
+    expert, each with a matrix of its own.
 
     A token block belongs to one expert; blocks are counted through all of them, so that a persistent loop walks over
     (expert, tile) pairs without a drain between experts, and empty experts cost nothing. The table Es is int32
@@ -192,8 +193,8 @@ def expert_macros(*, experts: int, block_tokens: int, units: int, row_tiles: int
     import tilelang.language as T
 
     @T.macro
-    def partition(Es, e, offsets, m, grid):
-        """The table, and which tiles are shared: schedules/partition.py on the device. A block barrier inside."""
+    def tabulate(Es, offsets, m):
+        """The table. A block barrier inside."""
         T.call_extern(
             "handle",
             f"tz_expert_table<{experts}>",
@@ -203,6 +204,10 @@ def expert_macros(*, experts: int, block_tokens: int, units: int, row_tiles: int
             block_tokens,
         )
         T.sync_threads()
+
+    @T.macro
+    def share(Es, e, grid):
+        """Which tiles are shared: schedules/partition.py on the device."""
         e.blocks[0] = Es[experts]
         e.tiles[0] = e.blocks[0] * row_tiles
         e.rest[0] = T.truncmod(e.tiles[0], grid)
@@ -218,6 +223,12 @@ def expert_macros(*, experts: int, block_tokens: int, units: int, row_tiles: int
                 e.shared[0] = e.rest[0] + T.if_then_else(e.rest[0] * 2 > grid, 0, grid)
 
     @T.macro
+    def partition(Es, e, offsets, m, grid):
+        """The table, and which tiles are shared."""
+        tabulate(Es, offsets, m)
+        share(Es, e, grid)
+
+    @T.macro
     def locate(Es, c, m):
         """The expert and the tokens, rows [first, end) of x, of segment c."""
         if experts:
@@ -231,7 +242,7 @@ def expert_macros(*, experts: int, block_tokens: int, units: int, row_tiles: int
             c.first[0] = c.tokens[0] * block_tokens
             c.end[0] = m
 
-    return SimpleNamespace(partition=partition, locate=locate)
+    return SimpleNamespace(partition=partition, tabulate=tabulate, share=share, locate=locate)
 
 
 def ring_macros(*, stages: int, each: int = 1, rounds: bool = True) -> SimpleNamespace:

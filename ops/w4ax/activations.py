@@ -1,11 +1,12 @@
-"""Quantized activations of W4Ax, and the call that makes them: permutation, RMSNorm, scales, planes in one kernel."""
+"""Quantized activations of W4Ax, and the call that makes them: residual sum or gate, RMSNorm, permutation, scales and
+planes in one kernel."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
@@ -95,6 +96,16 @@ class QuantizedActivations:
         """float32 [M, Kp], in the weight's order."""
         return self.codes().float() * self.token_scales().repeat_interleave(BLOCK, dim=1)
 
+    def of_tokens(self, rows: torch.Tensor) -> QuantizedActivations:
+        """Those of some tokens, [P, K]: row rows[i] of each plane and column rows[i] of the scales become number i."""
+        import torch
+
+        self.check()
+        scales = self.scales.index_select(1, rows)
+        own = {name: getattr(self, name).index_select(0, rows) for name in ("q4", "q8")}
+        own["scales"] = torch.nn.functional.pad(scales, (0, -len(rows) % 4)) if len(rows) % 4 else scales
+        return replace(self, **own, shape=(len(rows), self.k))
+
     def check(self) -> None:
         """Raise ArgumentError unless the tensors have the shapes and dtypes of the attributes' description."""
         remedy = "quantize them with quantize_activations"
@@ -147,14 +158,21 @@ def plan(
     norm: bool,
     granularity: str,
     wide: bool,
+    front: str = "none",
     target: Target,
     device: Target | None = None,
 ) -> KernelRequest:
-    """The kernel that quantizes m >= 1 rows of k values. `device` is the GPU where that is newer than `target`."""
+    """The kernel that quantizes m >= 1 rows of k values.
+
+    Args:
+        front: what comes with it, of `quantize_blocks.FRONTS`. device: the GPU, where that is newer than `target`.
+    """
     warps = schedules.quantizer_warps(k, device or target, m)
     params = dict(
         k=k, blocks8=blocks8, dtype=dtype, permuted=permuted, gain=norm, granularity=granularity, wide=wide, warps=warps
     )
+    if front != "none":
+        params["front"] = front
     entry = f"{program.__name__}:build"
     flags = launching.ptx_flags(target, device)
     return KernelRequest("w4ax.quantize_blocks", entry, tuple(params.items()), target, program.PASS_CONFIGS, flags)
@@ -167,6 +185,8 @@ def run(
     eps: float,
     granularity: str | None,
     static_scales: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    activation: str | None = None,
 ) -> QuantizedActivations:
     """The eager path of `quantize_activations`."""
     import torch
@@ -174,11 +194,13 @@ def run(
     granularity = granularity or default_granularity(w)
     if x.requires_grad:
         launching.check_no_grad(x, "quantize_activations")
-    shape = tuple(x.shape)
-    if not shape or shape[-1] != w.k:
-        launching.check_last(x, w.k)
+    front = front_of(x, w, rms_weight, residual, activation)
+    if residual is not None:
+        check_memory(x, residual)
+    shape = (*x.shape[:-1], w.k)
     m, low, high = sizes(prod(shape[:-1]), w.k, w.blocks8, not w.native)
-    key = (m, w.k, w.blocks8, w.layout, w.target, not w.order, x.dtype, x.device, rms_weight is None, granularity)
+    of_weight, no_norm = (w.k, w.blocks8, w.layout, w.target, not w.order), rms_weight is None
+    key = (m, *of_weight, x.dtype, x.device, no_norm, granularity, front)
     if rms_weight is not None:
         _check_norm(rms_weight, eps, w.k, x.device)
     static = None
@@ -205,6 +227,7 @@ def run(
     kernel, none = found
     kernel(
         x,
+        *(() if residual is None else (residual.view(m, -1),)),
         none["int32"] if w.permutation is None else w.permutation,
         none["float32"] if gain is None else gain,
         none["float32"] if static is None else static,
@@ -214,6 +237,54 @@ def run(
         eps,
     )
     return out
+
+
+def front_of(
+    x: torch.Tensor, w: PackedWeight, rms_weight: torch.Tensor | None, residual: torch.Tensor | None, activation: Any
+) -> str:
+    """What comes with the quantizer, of `quantize_blocks.FRONTS`; ArgumentError unless x and the residual fit it."""
+    if activation is None and residual is None:
+        if not x.shape or x.shape[-1] != w.k:
+            launching.check_last(x, w.k)
+        return "none"
+    if w.k % program.VECTOR:  # x is padded with zeros otherwise, which a residual cannot be
+        name = "activation" if residual is None else "residual"
+        constraint = f"needs K to be a multiple of {program.VECTOR}, not {w.k}"
+        raise ArgumentError(name, "given", constraint, "make 16-bit activations of it first")
+    if activation is None:
+        launching.check_tensor(residual, "residual", f"[..., {w.k}]")
+        launching.check_last(x, w.k)
+        if residual.requires_grad:
+            launching.check_no_grad(residual, "quantize_activations", "residual")
+        if residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device:
+            seen = f"{weights.described(residual)} on {residual.device}"
+            constraint = f"must be {weights.described(x)} on {x.device}, as x"
+            raise ArgumentError("residual", seen, constraint, "pass the residual of these tokens")
+        return "residual"
+    if activation not in program.GATES:
+        raise ArgumentError("activation", activation, f"must be one of {program.GATES}", "leave it out")
+    for name, given in (("rms_weight", rms_weight), ("residual", residual)):
+        if given is not None:
+            raise ArgumentError(name, "given", "does not go with activation", "leave one of them out")
+    if not x.shape or x.shape[-1] != 2 * w.k:
+        launching.check_last(x, 2 * w.k)
+    return activation
+
+
+def check_front(front: str, k: int) -> None:
+    """Raise ArgumentError unless a quantizer of rows of k values has this front."""
+    if front not in program.FRONTS or (front != "none" and k % program.VECTOR):
+        constraint = f"must be one of {program.FRONTS}, where K is a multiple of {program.VECTOR}"
+        raise ArgumentError("front", front, constraint, "leave it out")
+
+
+def check_memory(x: torch.Tensor, residual: torch.Tensor) -> None:
+    """Raise ArgumentError unless a residual can be written beside x; a traced call cannot ask."""
+    if not residual.is_contiguous() or residual.data_ptr() % 16:
+        seen, constraint = f"strides {list(residual.stride())}", "is written: contiguous, at a multiple of 16 bytes"
+        raise ArgumentError("residual", seen, constraint, "pass residual.contiguous(), and keep it")
+    if x.is_contiguous():  # else a copy is read
+        launching.check_apart(residual, "residual", x=x)
 
 
 def default_granularity(w: PackedWeight) -> str:
@@ -226,7 +297,7 @@ _kernels: dict[tuple, tuple] = {}
 
 def _prepare(key: tuple, x: torch.Tensor, w: PackedWeight) -> tuple:
     """Kernel and stand-ins for what it does not read or write, remembered under `key`."""
-    m, _, _, _, _, in_order, _, _, no_norm, granularity = key
+    m, _, _, _, _, in_order, _, _, no_norm, granularity, front = key
     dtype = weights.dtype_name(x)
     if dtype not in DTYPES:
         raise ArgumentError("x", dtype, "must be float16 or bfloat16", "cast the activations")
@@ -240,7 +311,7 @@ def _prepare(key: tuple, x: torch.Tensor, w: PackedWeight) -> tuple:
     target, device = launching.targets(w.target, x.device)
     request = plan(
         m, w.k, w.blocks8, dtype=dtype, permuted=not in_order, norm=not no_norm, granularity=granularity,
-        wide=not w.native, target=target, device=device,
+        wide=not w.native, front=front, target=target, device=device,
     )  # fmt: skip
     kernel = launching.warm_kernel(request, m, "w4ax.quantize_activations", x.device)
     found = _kernels[key] = (kernel, stand_ins(x.device))

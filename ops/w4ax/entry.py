@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from terrazzo.ops import dlpack, launching
+from terrazzo.ops import dlpack, grouped, launching
+from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.w4ax import activations, op
+from terrazzo.ops.w4ax import grouped as grouped_op
 from terrazzo.ops.w4ax.activations import QuantizedActivations
 from terrazzo.ops.w4ax.format import PackedWeight
 
@@ -74,6 +76,57 @@ def gemm(
     return op.run(x, w, bias, out, out_dtype or torch.float16)
 
 
+def grouped_gemm(
+    x: Array | QuantizedActivations,
+    w: GroupedWeight,
+    expert_offsets: SupportsDLPack,
+    *,
+    bias: SupportsDLPack | None = None,
+    out: SupportsDLPack | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Array:
+    """y[i] = x[i] w[e]^T + bias[e] for every row i of expert e, in one launch; rows are sorted by expert.
+
+    The result of a row is that of `gemm` with its expert's weight, inside the same error bound. Like `gemm` it works
+    under torch.compile and in CUDA graph capture.
+
+    Args:
+        x: activations [M, K] quantized for `w`, whose experts share one plan, or float16 or bfloat16, which are
+            quantized first.
+        w: packed experts; their own bias is added unless `bias` is given.
+        expert_offsets: int32 [E + 1] on x's device, ascending: rows offsets[e] .. offsets[e + 1] - 1 are expert e's.
+            They are not read on the host. Rows of no expert are not written; values outside 0..M count as 0 and M.
+        bias: float [E, N]. out: contiguous [M, N] of the output dtype, written and returned; no memory of x.
+        out_dtype: see `gemm`.
+
+    Raises:
+        ArgumentError: an operand that does not fit, or a GPU without warpgroup instructions.
+        LayoutMismatchError, TargetError, CaptureError, ToolchainError, CompileError: see `gemm`.
+    """
+    import torch
+
+    grouped.check_kind(w, PackedWeight, "w4ax")
+    held = x.q8 if isinstance(x, QuantizedActivations) else x
+    if dlpack.is_foreign(held):
+        return dlpack.call(grouped_gemm, locals())
+    if launching.is_traced(held):
+        from terrazzo.ops.w4ax import torch_op
+
+        grouped.check_traced(x, held, w, expert_offsets, bias)
+        if not torch.compiler.is_compiling():
+            grouped_op.check_out_dtype(out_dtype or (held.dtype if held is x else torch.float16))
+        return launching.copy_out(out, torch_op.call_grouped(x, w, expert_offsets, bias, out_dtype))
+    launching.check_tensor(held, "x", f"[M, {w.k}], or QuantizedActivations of w4ax")
+    if held is x:
+        launching.check_no_grad(x, "grouped_gemm")
+        grouped.check_dtype(x)
+        out_dtype = out_dtype or x.dtype
+        grouped_op.check(x.shape, x.device, w, expert_offsets, bias, out, out_dtype)
+        x = activations.run(x, w.stacked, None, 0.0, None, None)
+        return grouped_op.multiply(x, w, expert_offsets, bias, out, out_dtype)
+    return grouped_op.run(x, w, expert_offsets, bias, out, out_dtype or torch.float16)
+
+
 def quantize_activations(
     x: SupportsDLPack,
     w: PackedWeight,
@@ -82,11 +135,16 @@ def quantize_activations(
     eps: float = 1e-6,
     granularity: str | None = None,
     static_scales: SupportsDLPack | None = None,
+    residual: SupportsDLPack | None = None,
+    activation: str | None = None,
 ) -> activations.QuantizedActivations:
     """Quantize activations for a weight, and for every weight of the same plan, on the current stream, in one kernel.
 
     Channels are put in the weight's order. With `rms_weight`, RMSNorm stands in front: x / sqrt(mean(x^2) + eps) *
     rms_weight, without rounding in between. `reference.quantize_activations` defines the codes to the bit.
+
+    Two kernels that stand in front of a layer may come with it, K being a multiple of 8. The codes are then those of
+    their outputs: of `residual += x`, or of `ops.activation.act_and_mul`.
 
     Args:
         x: float16 or bfloat16 [..., K] on w's GPU; leading dimensions may be strided (then they are copied).
@@ -98,6 +156,10 @@ def quantize_activations(
             `static_scales`. None: "two_level" or "block", as the weight's scales are. On sm_90a a weight with two-level
             scales takes "two_level" and "token" only.
         static_scales: float [Kp/128], those of all tokens, of "static" only.
+        residual: [..., K] like x, contiguous; x is added to it, rounded to its dtype, in place, and the sum is normed
+            and quantized.
+        activation: "silu", "gelu_tanh" or "gelu": x is [..., 2 K], gate and up, and activation(gate) * up, rounded to
+            x's dtype, is quantized.
 
     Raises:
         ArgumentError: an operand that does not fit. CaptureError: a kernel that was never launched is met during CUDA
@@ -116,11 +178,12 @@ def quantize_activations(
             from terrazzo.ops.w4ax import torch_op
 
             launching.check_no_grad(x, "quantize_activations")
-            launching.check_last(x, w.k)
+            activations.front_of(x, w, rms_weight, residual, activation)
             for name, vector in (("rms_weight", rms_weight), ("static_scales", static_scales)):
                 if vector is not None:
                     launching.check_tensor(vector, name, f"float [{w.k if name == 'rms_weight' else w.blocks}]")
             return torch_op.quantize(
-                x, w, rms_weight, eps, granularity or activations.default_granularity(w), static_scales
-            )
-    return activations.run(x, w, rms_weight, eps, granularity, static_scales)
+                x, w, rms_weight, eps, granularity or activations.default_granularity(w), static_scales, residual,
+                activation,
+            )  # fmt: skip
+    return activations.run(x, w, rms_weight, eps, granularity, static_scales, residual, activation)

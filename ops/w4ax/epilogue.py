@@ -8,17 +8,21 @@ from terrazzo.ops.tiles.staged_rows import out_tokens, row_macros
 from terrazzo.ops.w4ax.problem import Gemm
 
 
-def store_macros(gemm: Gemm, *, block_tokens: int, cta_blocks: int, step: int | None = None) -> SimpleNamespace:
+def store_macros(
+    gemm: Gemm, *, block_tokens: int, cta_blocks: int, step: int | None = None, experts: int = 0
+) -> SimpleNamespace:
     """`state` of the epilogue, macros `fetch` (when a tile begins) and `store` (when its sums are done).
 
     A thread's sums `acc` are float32 [block_tokens / 2]; a tile has `cta_blocks` row blocks, one for each warpgroup.
-    `step`: tokens that a warpgroup stages at a time, 16 or 32.
+    `step`: tokens that a warpgroup stages at a time, 16 or 32. With `experts`, scales and biases are those of
+    c.expert.
     """
     import tilelang.language as T
 
     n, step = gemm.n, step or out_tokens(block_tokens)
     wide, bf16 = gemm.out_bytes == 4, gemm.out_dtype == "bfloat16"
     rows = row_macros(n=n, out_dtype=gemm.out_dtype, out_bytes=gemm.out_bytes)
+    of_expert = lambda c, size, at: c.expert[0] * size + at if experts else at
 
     def state(Y, Os) -> SimpleNamespace:
         """Y [M, n], the program's shared buffer Os [warpgroups, staged] in the dtype of Y, and registers for the values
@@ -37,9 +41,9 @@ def store_macros(gemm: Gemm, *, block_tokens: int, cta_blocks: int, step: int | 
         for e in T.unroll(2):
             row = (c.rows[0] * cta_blocks + wg) * 64 + wt // 32 * 16 + e * 8 + wt % 32 // 4
             if gemm.two_level:
-                to.s[e] = S[T.min(row, gemm.row_blocks * 64 - 1)]
+                to.s[e] = S[of_expert(c, gemm.row_blocks * 64, T.min(row, gemm.row_blocks * 64 - 1))]
             if gemm.bias:
-                to.b[e] = B[T.min(row, n - 1)]
+                to.b[e] = B[of_expert(c, n, T.min(row, n - 1))]
 
     @T.macro
     def stage(to, acc, at, q, wg, warp, lane):

@@ -20,7 +20,7 @@ import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
@@ -180,7 +180,7 @@ class QuantizedWeight(Sharded):
 
 
 @dataclass(frozen=True, eq=False)
-class PackedWeight(Sharded):
+class PackedWeight(weights.Packed):
     """A W4Ax weight in the derived layouts that the kernels of its target read. Np: N rounded up to 64.
 
     Attributes:
@@ -207,10 +207,8 @@ class PackedWeight(Sharded):
     bias: torch.Tensor | None = None
     channel_scales: torch.Tensor | None = None
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return self.n, self.k
+    VERSION: ClassVar[str] = TWO_LEVEL_VERSION
+    """Of files of experts, too, whose scales are two-level."""
 
     @property
     def blocks(self) -> int:
@@ -228,18 +226,20 @@ class PackedWeight(Sharded):
         return self.channel_scales is not None
 
     @property
-    def device(self) -> torch.device:
-        """Where the tensors are."""
-        return self.words.device
-
-    @property
     def nbytes(self) -> int:
         """Bytes that a kernel streams: words with their scales, padding included."""
         return self.words.numel() * 4 + (self.channel_scales.numel() * 4 if self.two_level else 0)
 
-    def to(self, device: str | int | torch.device) -> PackedWeight:
-        """The same weight on another device."""
-        return weights.move(self, device)
+    @classmethod
+    def alike(cls, experts: list[PackedWeight]) -> list[PackedWeight]:
+        """See `Packed`; raises ArgumentError for weights that no kernel of experts reads."""
+        for expert in experts:
+            if not expert.two_level or expert.native:
+                form = "two-level scales" if expert.two_level else "a scale for each block"
+                constraint = "experts must have two-level scales and be packed for warpgroup instructions (sm_90a)"
+                remedy = "quantize with scales='two_level' and target='sm_90a', or use experts of w4a8"
+                raise ArgumentError("experts", f"{form}, packed for {expert.target}", constraint, remedy)
+        return experts
 
     def unpack(self) -> QuantizedWeight:
         """Exact inverse of `pack`; block scales below 2^-122 lose bits there."""
@@ -285,25 +285,38 @@ class PackedWeight(Sharded):
             ArgumentError: it is no such file, or its tensors do not have the sizes that its metadata states.
             LayoutMismatchError: it was packed with another layout than this version's for its target.
         """
-        from terrazzo.lowering.targets import Target
 
         weight = weights.load(cls, path, device, FILE_VERSION, TWO_LEVEL_VERSION)
-        weight.check_layout(identity(native(Target.parse(weight.target)), weight.two_level), "path")
+        weight.check_facts()
+        weight.check_layout(weight.expected_layout(), "path")
         weight.check_sizes()
         weights.check_vectors(weight)
-        if weight.permutation is not None:
-            check_permutation(weight.permutation, weight.k, weight.blocks * BLOCK)
-        if weight.two_level:
-            _check_positive("channel_scales", weight.channel_scales, weight.channel_scales)
         weight.check_values()
-        if weight.order != order_name(weight.permutation):
-            raise ArgumentError("order", weight.order, "is not the name of its permutation", "save the weight again")
         return weight
 
+    def expected_layout(self) -> str:
+        """Identity of the layout that its target's kernels read."""
+        from terrazzo.lowering.targets import Target
+
+        return identity(native(Target.parse(self.target)), self.two_level)
+
+    def check_facts(self) -> None:
+        """Raise ArgumentError unless n, k and blocks8 are numbers that a weight can have."""
+        for name, least in (("n", 1), ("k", 1), ("blocks8", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ArgumentError(name, value, f"must be an integer, {least} at least", "pack the weight again")
+        if self.blocks8 > self.blocks:
+            raise ArgumentError("blocks8", self.blocks8, f"must be 0..{self.blocks}", "pack the weight again")
+
     def check_values(self) -> None:
-        """Raise ArgumentError for scales of blocks that no weight has; read where they come from a file."""
+        """Raise ArgumentError for scales or an order that no weight has; read where they come from a file."""
         import torch
 
+        if self.permutation is not None:
+            check_permutation(self.permutation, self.k, self.blocks * BLOCK)
+        if self.two_level:
+            _check_positive("channel_scales", self.channel_scales, self.channel_scales)
         for bits, span in spans(self.blocks, self.blocks8, self.native):
             unit, rows = unit_layout(bits), self.words.shape[1] * ROWS
             words = self.words[span].reshape(len(range(*span.indices(self.blocks))), rows // unit.block.block_rows, -1)
@@ -317,20 +330,13 @@ class PackedWeight(Sharded):
             if value is not None:
                 constraint = "its block scales must be positive and finite, multipliers in 1..16"
                 raise ArgumentError("words", value, constraint, "the file is damaged: pack the weight again")
-
-    def check_layout(self, identity: str, argument: str = "w") -> None:
-        """Raise LayoutMismatchError unless the weight was packed with the layouts named `identity`."""
-        weights.check_layout(self.layout, identity, argument)
+        if self.order != order_name(self.permutation):
+            raise ArgumentError("order", self.order, "is not the name of its permutation", "save the weight again")
 
     def check_sizes(self) -> None:
         """Raise ArgumentError unless the tensors have the shapes and dtypes that n, k and blocks8 ask for."""
-        for name, least in (("n", 1), ("k", 1), ("blocks8", 0)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ArgumentError(name, value, f"must be an integer, {least} at least", "pack the weight again")
+        self.check_facts()
         weights.check_tensor(self, "words", (self.blocks, -(-self.n // ROWS), UNIT_WORDS), "int32")
-        if self.blocks8 > self.blocks:
-            raise ArgumentError("blocks8", self.blocks8, f"must be 0..{self.blocks}", "pack the weight again")
         if self.permutation is not None:
             weights.check_tensor(self, "permutation", (self.blocks * BLOCK,), "int32")
         if self.two_level:

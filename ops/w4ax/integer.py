@@ -9,6 +9,8 @@ A segment of k runs in up to two phases, INT4 blocks and INT8 blocks. At the end
 become float32 with the scales of its tokens. Those of the INT4 phase wait for the others in registers, or, where a
 thread has no registers for both (`stashes` of schedules/forms.py), in shared memory. Shares of a tile are float32 and
 are added in order of k; the channel's scale is applied when the tile is stored.
+
+With experts, x holds the tokens of all of them, sorted, and the loop runs over (expert, tile) pairs, as in W4A8's.
 """
 
 from types import SimpleNamespace
@@ -20,7 +22,18 @@ from terrazzo.ops.tiles.calls import copy16, lds64, lds128, opaque, tma_tile, wg
 from terrazzo.ops.tiles.pipeline import role_macros
 from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, check_tile
-from terrazzo.ops.tiles.scheduler import partition_macros, plan_state, ring_macros, ring_state, scalars, segment_state
+from terrazzo.ops.tiles.scheduler import (
+    EXPERTS_SOURCE,
+    expert_macros,
+    partition_macros,
+    plan_state,
+    ring_macros,
+    ring_state,
+    scalars,
+    segment_state,
+    table_state,
+    table_words,
+)
 from terrazzo.ops.tiles.shares import finish_macros, share_macros, spare_registers
 from terrazzo.ops.tiles.staged_rows import out_tokens, staged
 from terrazzo.ops.w4ax.epilogue import store_macros
@@ -110,14 +123,17 @@ def build(
     warpgroups: int,
     stages: int,
     raster: int = 8,
+    experts: int = 0,
 ):
-    """The prim_func `main(X, W, XS, S, B, WS, SEM, Y, sk)`.
+    """The prim_func `main(X, W, XS, S, B, WS, SEM, Y, sk)`; with E = `experts`, int32 [E + 1] instead of sk.
 
     Shapes: X int8 [M, k], codes times the multipliers of their blocks; W int32 [k/128, Np/64, 1056]; XS f32
     [k/128, MP] scales of the tokens, the same in all INT4 blocks and in all INT8 blocks; S f32 [Np] channel scales; B
     f32 [n] (one element without a bias); WS f32 [grid, warpgroups, block_tokens / 8, 128, 4]; SEM int32
     [grid, warpgroups], zero before the first launch and after each one; Y [M, n] in `out_dtype`. `grid` CTAs, at most
     the number of SMs; the first `sk` tiles are shared along k, 0 <= sk <= tiles.
+    With experts, W, S and B hold one matrix after the other: [E * k/128, Np/64, 1056], [E * Np], [E * n]; expert e owns
+    the rows offsets[e] .. offsets[e + 1] - 1 of X and Y, in ascending order. Rows of no expert are not written.
 
     Raises:
         ArgumentError: a weight without two-level scales, or a tile that does not fit.
@@ -127,10 +143,10 @@ def build(
     if not two_level:
         raise ArgumentError("two_level", two_level, "must be true: sums run over blocks", "use stream_k")
     check_tile(schedule)
-    return program(gemm, schedule)
+    return program(gemm, schedule, experts)
 
 
-def program(gemm: Gemm, schedule: StreamK):
+def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
     """The prim_func of `build` for a problem and a legal schedule."""
     import tilelang.language as T
     from tilelang.layout import make_full_bank_swizzled_layout
@@ -143,24 +159,28 @@ def program(gemm: Gemm, schedule: StreamK):
     inner = byte_gemm(gemm)
     form = form_of(inner, block_tokens=bm, row_blocks=1)
     steps = consumer_macros(block_tokens=bm, cta_blocks=wgs, unit_words=UNIT_WORDS, groups=1)
+    tokens = expert_macros(experts=experts, block_tokens=bm, units=units, row_tiles=row_tiles) if experts else None
     tiles = partition_macros(units=units, row_tiles=row_tiles, raster=schedule.raster)
     rings = ring_macros(stages=stages, rounds=False)
-    fills = fill_macros(rings, row_blocks=all_blocks, cta_blocks=wgs, unit_words=UNIT_WORDS)
+    unit_of = (lambda c, kb: c.expert[0] * units + kb) if experts else (lambda c, kb: kb)
+    fills = fill_macros(rings, row_blocks=all_blocks, cta_blocks=wgs, unit_words=UNIT_WORDS, unit=unit_of)
     phases = phase_macros(gemm, schedule)
     spare = 0 if stash else spare_registers(wgs, nacc)  # then shares are added in place: no registers for loads
     shares = share_macros(vectors=bm // 8, row_blocks=1, flags=wgs, dtype="float32", spare=spare)
     step = 16 if stash else out_tokens(bm)  # less of them to leave room for the ring
-    out = store_macros(gemm, block_tokens=bm, cta_blocks=wgs, step=step)
+    out = store_macros(gemm, block_tokens=bm, cta_blocks=wgs, step=step, experts=experts)
     tail = finish_macros(tiles, shares, store=out.store, leaves=lambda c: c.k0[0] > 0, adds=lambda c: c.k1[0] < units)
     used = ("lds", "place", "pack", "bulk", "stmatrix_trans", "semaphore", "quotient", "int8", "rows_out", "warpgroup")
-    source = prelude(*used, extra=(inner.converter.device_source,))
+    source = prelude(*used, extra=(inner.converter.device_source, *([EXPERTS_SOURCE] if experts else [])))
+    matrices, parts = max(experts, 1), T.Tensor((experts + 1,), "int32") if experts else T.int32
     M, MP, G = T.dynamic("m"), T.dynamic("mp"), T.dynamic("grid")
 
     @T.macro
     def fill_tokens(io, c, kb):
         """The warp of X fills a stage."""
         rings.acquire(io.empty, io.ring)
-        tma_tile(io.Xs, io.ring.stage[0], io.X, c.first[0], kb * UNIT_K, io.full[io.ring.stage[0]])
+        end = c.end[0] if experts else None
+        tma_tile(io.Xs, io.ring.stage[0], io.X, c.first[0], kb * UNIT_K, io.full[io.ring.stage[0]], end)
         T.barrier_arrive(io.full[io.ring.stage[0]])
         rings.advance(io.ring)
 
@@ -220,26 +240,27 @@ def program(gemm: Gemm, schedule: StreamK):
         SimpleNamespace(
             fill_weights=fills.fill_weights, fill_tokens=fill_tokens, open=open, enter=None, segment=segment, leave=None
         ),
-        block_tokens=bm, warpgroups=wgs, tiles=tiles, rings=rings,
+        block_tokens=bm, warpgroups=wgs, tiles=tiles, rings=rings, tokens=tokens,
     )  # fmt: skip
 
     @T.prim_func
     def main(
         X: T.Tensor((M, gemm.k), "int8"),
-        W: T.Tensor((units, all_blocks, UNIT_WORDS), "int32"),
+        W: T.Tensor((matrices * units, all_blocks, UNIT_WORDS), "int32"),
         XS: T.Tensor((units, MP), "float32"),
-        S: T.Tensor((all_blocks * 64,), "float32"),
-        B: T.Tensor((gemm.n if gemm.bias else 1,), "float32"),
+        S: T.Tensor((matrices * all_blocks * 64,), "float32"),
+        B: T.Tensor((matrices * gemm.n if gemm.bias else 1,), "float32"),
         WS: T.Tensor((G, wgs, bm // 8, 128, 4), "float32"),
         SEM: T.Tensor((G, wgs), "int32"),
         Y: T.Tensor((M, gemm.n), gemm.out_dtype),
-        sk: T.int32,
+        sk: parts,
     ):
         with T.Kernel(G, threads=ct + 128, prelude=source) as cta:
             Xs = T.alloc_shared((stages, bm, UNIT_K), "int8")
             Ws = T.alloc_shared((stages, wgs, UNIT_WORDS), "int32")
             Os = T.alloc_shared((wgs, staged(gemm.out_bytes, step)), gemm.out_dtype)
             Fs = T.alloc_shared((wgs, max(bm, 32)), "float32")
+            Es = T.alloc_shared((table_words(experts),), "int32") if experts else None
             Ps = T.alloc_shared((wgs, bm // 8, 128, 4) if stash and both else (1, 1, 1, 4), "float32")
             full = T.alloc_barrier([1 + 32] * stages)  # weights, and the lanes of the warp that fetches X
             empty = T.alloc_barrier([wgs * 4] * stages)
@@ -257,11 +278,13 @@ def program(gemm: Gemm, schedule: StreamK):
             p = plan_state()
             c = segment_state()
             ring = ring_state()
+            table = table_state() if experts else None
             local = scalars("lo", "hi")
             T.annotate_layout({Xs: make_full_bank_swizzled_layout(Xs)})
             io = SimpleNamespace(
                 X=X, W=W, XS=XS, S=S, B=B, WS=WS, SEM=SEM, Xs=Xs, Ws=Ws, Fs=Fs, Ps=Ps, full=full, empty=empty, w=w, u=u,
-                codes=codes, a=a, acc=acc, sums=sums, x=x, f=f, to=to, desc=desc, at=at, local=local,
+                codes=codes, a=a, acc=acc, sums=sums, x=x, f=f, to=to, desc=desc, at=at, local=local, Es=Es,
+                table=table,
             )  # fmt: skip
             roles.run(io, p, c, ring, sk, G, cta)
 

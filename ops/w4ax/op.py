@@ -19,7 +19,7 @@ from terrazzo.ops.w4ax import small_batch as small_batch_program
 from terrazzo.ops.w4ax import stream_k as stream_k_program
 from terrazzo.ops.w4ax.activations import QuantizedActivations
 from terrazzo.ops.w4ax.fmpq import BLOCK
-from terrazzo.ops.w4ax.format import SCALES, PackedWeight, identity, native
+from terrazzo.ops.w4ax.format import SCALES, PackedWeight, native
 from terrazzo.ops.w4ax.reference import GRANULARITIES, OUT_DTYPES, UNIFORM
 from terrazzo.schedules import linear_spaces, records, spaces, stream_k
 from terrazzo.schedules import w4ax as schedules
@@ -100,6 +100,7 @@ def kernel_requests(
     norm: bool = False,
     granularity: str = GRANULARITIES[0],
     scales: str | None = None,
+    front: str = "none",
 ) -> list[KernelRequest]:
     """The kernels that serve an [n, k] weight: for the given M, or for every M (None). Needs no GPU.
 
@@ -110,6 +111,7 @@ def kernel_requests(
         out_dtype: "float16", "bfloat16" or "float32"; None takes dtype.
         bias, permuted: whether the weight has a bias, a permutation. norm, granularity: see `quantize_activations`.
         scales: of the weight, "two_level" or "block"; None takes what `granularity` goes with.
+        front: what the quantizer is asked for besides: "residual", an `activation` of its own, or "none".
 
     Raises:
         ArgumentError: a value that no kernel serves. TargetError: an unknown target.
@@ -121,6 +123,7 @@ def kernel_requests(
         raise ArgumentError("dtype", dtype, f"must be one of {activations.DTYPES}", "cast the activations")
     if granularity not in GRANULARITIES:
         raise ArgumentError("granularity", granularity, f"must be one of {GRANULARITIES}", "use 'block'")
+    activations.check_front(front, k)
     if group_size != BLOCK:
         raise ArgumentError("group_size", group_size, f"must be {BLOCK}, the block", "leave it out")
     launching.check_flags(bias=bias, permuted=permuted, norm=norm)
@@ -130,7 +133,7 @@ def kernel_requests(
     _check_granularity(granularity, two_level, native(at), "granularity")
     tokens += tuple(records.tokens("w4ax", tuning_facts(n, k, high, out, two_level), at)) if m is None else ()
     plans = [plan(t, n, k, high, out_dtype=out, bias=bias, two_level=two_level, target=at)[0] for t in tokens]
-    facts = dict(permuted=permuted, norm=norm, granularity=granularity, wide=not native(at), target=at)
+    facts = dict(permuted=permuted, norm=norm, granularity=granularity, wide=not native(at), front=front, target=at)
     before = [activations.plan(t, k, high, dtype=dtype, **facts) for t in tokens if dtype]
     return list(dict.fromkeys([*launching.requests_of(plans), *before]))
 
@@ -144,6 +147,7 @@ def weight_requests(
     bias: bool | None = None,
     norm: bool = False,
     granularity: str | None = None,
+    front: str = "none",
 ) -> list[KernelRequest]:
     """The kernels that `gemm` will use for `w` and these M on the current GPU, to compile them up front.
 
@@ -152,6 +156,7 @@ def weight_requests(
         dtype: of 16-bit activations; None for quantized ones. out_dtype: None takes dtype, or float16.
         bias: whether one is added; None: w's own.
         norm: whether `quantize_activations` gets an `rms_weight`. granularity: its own; None: as the weight's scales.
+        front: see `kernel_requests`.
 
     Raises:
         ArgumentError: w on no GPU, or a value that no kernel serves. TargetError: w was packed for another GPU.
@@ -164,7 +169,8 @@ def weight_requests(
     plans = [plan(t, w.n, w.k, w.blocks8, **form, **at)[0] for t in tokens]
     before, granularity = [], granularity or activations.default_granularity(w)
     if dtype is not None:
-        facts = dict(permuted=bool(w.order), norm=norm, granularity=granularity, wide=not w.native)
+        activations.check_front(front, w.k)
+        facts = dict(permuted=bool(w.order), norm=norm, granularity=granularity, wide=not w.native, front=front)
         before = [activations.plan(t, w.k, w.blocks8, dtype=str(dtype)[6:], **facts, **at) for t in tokens]
     return list(dict.fromkeys([*launching.requests_of(plans), *before]))
 
@@ -177,7 +183,7 @@ def run(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """The eager path of `gemm` on a caller's quantized activations."""
-    _check_inputs(x, w)
+    check_inputs(x, w)
     return multiply(x, w, bias, out, out_dtype)
 
 
@@ -236,7 +242,7 @@ def _facts(w: PackedWeight) -> tuple:
 
 def _check(w: PackedWeight) -> None:
     """Of a weight that is new or was written to."""
-    w.check_layout(identity(native(Target.parse(w.target)), w.two_level))
+    w.check_layout(w.expected_layout())
     w.check_sizes()
 
 
@@ -294,7 +300,8 @@ def _work_lists(listed: Any, gemm: Any, target: Target, m: int, ctas: int, devic
     return lists
 
 
-def _check_inputs(x: QuantizedActivations, w: PackedWeight) -> None:
+def check_inputs(x: QuantizedActivations, w: PackedWeight) -> None:
+    """Raise ArgumentError unless activations were quantized for a weight; of experts, for their stacked one."""
     launching.check_no_grad(x.q8, "gemm")
     if x.k != w.k:
         raise ArgumentError("x", list(x.shape), f"its last dimension must be K = {w.k}", "pass activations [..., K]")

@@ -4,12 +4,19 @@ A CTA takes a row. It is read once, into shared memory; a warp then gathers the 
 lane, finds their largest magnitude, and writes codes and scale. RMSNorm's factor is the same for the whole row: it only
 enters the scales, unless they are static. With one scale for a token and precision, or two-level scales, the largest
 magnitudes of all blocks come first and the values are gathered a second time (ops/w4ax/reference.py has the formulas).
+
+What stands in front of a layer may come with it. A residual is read beside the row, and their sum, rounded, leaves in
+its place. Or gate and up are read, and act(gate) * up, rounded, is the row. What is rounded is what the kernels of
+ops/norm and ops/activation round, so that codes and scales are those of their output.
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import gates
+from terrazzo.ops.tiles import row_outputs
 from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.w4ax.reference import GRANULARITIES, LARGEST_FACTOR, TINY, UNIFORM, UNITS
 
@@ -19,6 +26,10 @@ PASS_CONFIGS = (  # the barriers are the program's own
 )
 BLOCK = 128
 VECTOR = 8  # values of one 16-byte load
+GATES = ("silu", "gelu_tanh", "gelu")
+FRONTS = ("none", "residual", *GATES)
+"""What a row is: x; round(x + residual), which leaves as the residual; or act(gate) * up of x's halves, gate first."""
+MOST_STAGED = 4  # vectors of a thread that are loaded together, where a row is made of two
 MOST_AHEAD = 32  # registers of a thread for order and gains that are loaded together with the row
 SOURCE = """\
 // 16 bytes of a row: to shared memory; with NORM the squares of its 8 values join sum[0]
@@ -190,49 +201,107 @@ def emit_macro(
     return emit
 
 
-def build(
-    target,
-    *,
-    k: int,
-    blocks8: int,
-    dtype: str,
-    permuted: bool,
-    gain: bool,
-    granularity: str,
-    wide: bool,
-    warps: int,
-):
-    """The prim_func `main(X, P, G, S, Q4, Q8, XS, eps)`.
+def stage_macro(*, columns: int, padded: int, threads: int, bf16: str, norm: str) -> Callable[..., None]:
+    """Macro `stage`: a row of x comes to shared memory, and its squares join the sum; arguments as of `front_macro`."""
+    import tilelang.language as T
 
-    Shapes: X [M, k8] in `dtype` ("float16" or "bfloat16"), k8 = k rounded up to 8, zeros from k on; P int32 [Kp], -1
-    for padding (one element unless `permuted`); G f32 [Kp], RMSNorm's weight in the output's order (one element unless
-    `gain`); S f32 [Kp/128] static scales (one element otherwise); Q4 uint8 [M, K4/2], two channels in a byte, the even
-    one low (one element where no block is INT4, or `wide`); Q8 int8 [M, 128 * blocks8], with `wide` [M, Kp] and all
-    blocks (one element where there is none); XS f32 [Kp/128, MP], MP = M rounded up to 4; eps f32, RMSNorm's.
+    @T.macro
+    def stage(X, R, Rs, x, total, row, tx):
+        for e in T.serial(-(-padded // (threads * VECTOR))):
+            at = (e * threads + tx) * VECTOR
+            if at < padded:
+                for i in T.unroll(4):
+                    x[i] = T.uint32(0)
+                if at < columns:
+                    T.call_extern("handle", "tz_stream16", T.access_ptr(x, "w"), T.access_ptr(X[row, at], "r", VECTOR))
+                T.call_extern(
+                    "handle",
+                    f"tz_row_stage<{bf16}, {norm}>",
+                    T.access_ptr(Rs[at], "w", VECTOR),
+                    T.access_ptr(total, "rw"),
+                    T.access_ptr(x, "r"),
+                )
+
+    return stage
+
+
+def front_macro(*, front: str, k: int, padded: int, threads: int, dtype: str, norm: str) -> Callable[..., None]:
+    """Macro `stage` of rows that are made of two: they come to shared memory as the quantizer wants them.
+
+    Args:
+        front: of FRONTS. norm: "true" where squares join the sum. Others: of `build`.
     """
     import tilelang.language as T
 
-    blocks = -(-k // BLOCK)
-    if dtype not in ("float16", "bfloat16"):
-        raise ArgumentError("dtype", dtype, "must be float16 or bfloat16", "cast the activations")
-    if granularity not in GRANULARITIES:
-        raise ArgumentError("granularity", granularity, f"must be one of {GRANULARITIES}", "use 'block'")
-    if not 0 <= blocks8 <= blocks:
-        raise ArgumentError("blocks8", blocks8, f"must be 0..{blocks}", "use the weight's")
-    if not 1 <= warps <= 32:
-        raise ArgumentError("warps", warps, "must be 1..32", "choose() them")
-    columns, padded = -(-k // VECTOR) * VECTOR, blocks * BLOCK
-    blocks4, threads = blocks - blocks8, 32 * warps
-    width4 = 0 if wide else blocks4 * BLOCK // 2
-    width8 = padded if wide else blocks8 * BLOCK
-    bf16, perm, norm = (str(flag).lower() for flag in (dtype == "bfloat16", permuted, gain))
-    static, uniform = granularity == "static", granularity in UNIFORM
-    pdl = target.supports("pdl")
-    turns = -(-blocks // warps)  # blocks of a warp
-    lists = permuted + gain
-    ahead = lists and turns * lists * 4 <= MOST_AHEAD
-    turns_of = T.unroll if ahead else T.serial  # registers have no runtime index
-    M, MP = T.dynamic("m"), T.dynamic("mp")
+    bf16, halves = str(dtype == "bfloat16").lower(), front != "residual"
+    vectors = -(-padded // (threads * VECTOR))  # of a thread
+    together = min(vectors, MOST_STAGED)
+    if halves:
+        flags = (dtype == "bfloat16", gates.ACTIVATIONS.index(front), False, False, False)
+        gated = f"tz_gated8<{', '.join(str(flag).lower() for flag in flags)}>"
+
+    @T.macro
+    def join(R, v, x, r, i, row, at):
+        """The row's values into x[4 i ..]; a sum to memory, too."""
+        if halves:
+            T.call_extern(
+                "handle", gated, T.access_ptr(v, "w"), T.access_ptr(x[i * 4], "r", 4), T.access_ptr(r[i * 4], "r", 4),
+                T.float32(0), T.float32(0),
+            )  # fmt: skip
+            T.call_extern("handle", f"tz_narrow8<{bf16}>", T.access_ptr(x[i * 4], "w", 4), T.access_ptr(v, "r"))
+        else:
+            T.call_extern("handle", f"tz_add8<{bf16}>", T.access_ptr(x[i * 4], "rw", 4), T.access_ptr(r[i * 4], "r", 4))
+            if at < k:
+                T.call_extern(
+                    "handle", "tz_store4", T.access_ptr(R[row, at], "w", VECTOR), T.access_ptr(x[i * 4], "r", 4)
+                )
+
+    @T.macro
+    def stage(X, R, Rs, spare, total, row, tx):
+        x = T.alloc_local((4 * together,), "uint32")
+        r = T.alloc_local((4 * together,), "uint32")
+        v = T.alloc_local((VECTOR,), "float32")
+        for g in T.serial(-(-vectors // together)):
+            first = (g * together * threads + tx) * VECTOR
+            for i in T.unroll(together):
+                for e in T.unroll(4):
+                    x[i * 4 + e] = T.uint32(0)
+                    r[i * 4 + e] = T.uint32(0)
+                if first + i * threads * VECTOR < k:
+                    T.call_extern(
+                        "handle", "tz_stream16", T.access_ptr(x[i * 4], "w", 4),
+                        T.access_ptr(X[row, first + i * threads * VECTOR], "r", VECTOR),
+                    )  # fmt: skip
+                    T.call_extern(
+                        "handle", "tz_stream16", T.access_ptr(r[i * 4], "w", 4),
+                        T.access_ptr(
+                            X[row, k + first + i * threads * VECTOR]
+                            if halves
+                            else R[row, first + i * threads * VECTOR],
+                            "r",
+                            VECTOR,
+                        ),
+                    )  # fmt: skip
+            for i in T.unroll(together):
+                at = first + i * threads * VECTOR
+                if at < padded:
+                    join(R, v, x, r, i, row, at)
+                    T.call_extern(
+                        "handle", f"tz_row_stage<{bf16}, {norm}>", T.access_ptr(Rs[at], "w", VECTOR),
+                        T.access_ptr(total, "rw"), T.access_ptr(x[i * 4], "r", 4),
+                    )  # fmt: skip
+
+    return stage
+
+
+def gather_macros(
+    *, permuted: bool, gain: bool, ahead: bool, bf16: str, padded: int, warps: int
+) -> SimpleNamespace:  # fmt: skip
+    """Macros `load_lists` and `gather`: the four values of a block that each thread takes in a turn, times their gains.
+    `ahead`: order and gains of all turns are loaded before."""
+    import tilelang.language as T
+
+    flags = ", ".join((bf16, str(permuted).lower(), str(gain).lower()))
 
     @T.macro
     def load_lists(P, G, order, gains, turn, slot, tx):
@@ -250,7 +319,7 @@ def build(
             load_lists(P, G, order, gains, turn, 0, tx)
         T.call_extern(
             "handle",
-            f"tz_gather4<{bf16}, {perm}, {norm}>",
+            f"tz_gather4<{flags}>",
             T.access_ptr(v, "w"),
             T.access_ptr(Rs[0], "r", padded),
             (turn * warps + tx // 32) * BLOCK + tx % 32 * 4,
@@ -258,14 +327,145 @@ def build(
             T.access_ptr(gains[turn * 4 if ahead and gain else 0], "r", 1),
         )
 
+    return SimpleNamespace(load_lists=load_lists, gather=gather)
+
+
+def build(
+    target,
+    *,
+    k: int,
+    blocks8: int,
+    dtype: str,
+    permuted: bool,
+    gain: bool,
+    granularity: str,
+    wide: bool,
+    warps: int,
+    front: str = "none",
+):
+    """The prim_func `main(X, P, G, S, Q4, Q8, XS, eps)`; with front "residual" `main(X, R, P, ...)`.
+
+    Shapes: X [M, k8] in `dtype` ("float16" or "bfloat16"), k8 = k rounded up to 8, zeros from k on; P int32 [Kp], -1
+    for padding (one element unless `permuted`); G f32 [Kp], RMSNorm's weight in the output's order (one element unless
+    `gain`); S f32 [Kp/128] static scales (one element otherwise); Q4 uint8 [M, K4/2], two channels in a byte, the even
+    one low (one element where no block is INT4, or `wide`); Q8 int8 [M, 128 * blocks8], with `wide` [M, Kp] and all
+    blocks (one element where there is none); XS f32 [Kp/128, MP], MP = M rounded up to 4; eps f32, RMSNorm's.
+    `front`, of FRONTS, wants k a multiple of 8: R [M, k] in `dtype` becomes round(R + X), or X is [M, 2 k].
+    """
+    import tilelang.language as T
+
+    blocks = -(-k // BLOCK)
+    if dtype not in ("float16", "bfloat16"):
+        raise ArgumentError("dtype", dtype, "must be float16 or bfloat16", "cast the activations")
+    if granularity not in GRANULARITIES:
+        raise ArgumentError("granularity", granularity, f"must be one of {GRANULARITIES}", "use 'block'")
+    if not 0 <= blocks8 <= blocks:
+        raise ArgumentError("blocks8", blocks8, f"must be 0..{blocks}", "use the weight's")
+    if front not in FRONTS or (front != "none" and k % VECTOR):
+        raise ArgumentError("front", front, f"must be one of {FRONTS}, with rows of a multiple of 8", "use none")
+    if not 1 <= warps <= 32:
+        raise ArgumentError("warps", warps, "must be 1..32", "choose() them")
+    columns, padded = -(-k // VECTOR) * VECTOR, blocks * BLOCK
+    blocks4, threads = blocks - blocks8, 32 * warps
+    width4 = 0 if wide else blocks4 * BLOCK // 2
+    width8 = padded if wide else blocks8 * BLOCK
+    bf16, norm = (str(flag).lower() for flag in (dtype == "bfloat16", gain))
+    static, uniform = granularity == "static", granularity in UNIFORM
+    pdl = target.supports("pdl")
+    turns = -(-blocks // warps)  # blocks of a warp
+    lists = permuted + gain
+    ahead = lists and turns * lists * 4 <= MOST_AHEAD
+    turns_of = T.unroll if ahead else T.serial  # registers have no runtime index
+    halves = front not in ("none", "residual")
+    own = {"none": (), "residual": (row_outputs.SOURCE, row_outputs.ADD_SOURCE)}
+    source = prelude("pack", "rows", extra=(*own.get(front, (row_outputs.SOURCE, gates.SOURCE)), SOURCE))
+    common = dict(padded=padded, threads=threads, norm=norm)
+    if front == "none":
+        stage = stage_macro(columns=columns, bf16=bf16, **common)
+    else:
+        stage = front_macro(front=front, k=k, dtype=dtype, **common)
+    M, MP = T.dynamic("m"), T.dynamic("mp")
+
+    lists_of = gather_macros(
+        permuted=permuted, gain=gain, ahead=ahead, bf16=bf16, padded=padded, warps=warps
+    )  # fmt: skip
+    load_lists, gather = lists_of.load_lists, lists_of.gather
     emit = emit_macro(
         blocks4=blocks4, width4=width4, width8=width8, granularity=granularity, gain=gain, wide=wide, warps=warps,
         rows=M, pitch=MP,
     )  # fmt: skip
 
+    @T.macro
+    def quantize(X, R, P, G, S, Q4, Q8, XS, eps, row):
+        """A row, from its buffers on."""
+        Rs = T.alloc_shared((padded,), dtype)
+        Ss = T.alloc_shared((warps + blocks,), "float32")
+        x = T.alloc_local((4,), "uint32")
+        v = T.alloc_local((4,), "float32")
+        f = T.alloc_local((6,), "float32")
+        total = T.alloc_local((1,), "float32")
+        order = T.alloc_local((4 * turns if ahead and permuted else 4,), "int32")
+        gains = T.alloc_local((4 * turns if ahead and gain else 4,), "float32")
+        tx = T.get_thread_binding()
+        warp = tx // 32
+        lane = tx % 32
+        if pdl:
+            T.pdl_trigger()
+            T.pdl_sync()
+        if ahead:
+            for e in T.unroll(turns):
+                load_lists(P, G, order, gains, e, e, tx)
+        total[0] = 0.0
+        stage(X, R, Rs, x, total, row, tx)
+        total[0] = T.call_extern("float32", f"tz_cta_sum<{warps}>", total[0], T.access_ptr(Ss[0], "rw", warps))
+        f[1] = T.rsqrt(total[0] / T.float32(k) + eps)
+        for e in turns_of(turns):
+            block = e * warps + warp
+            if block < blocks:
+                gather(v, Rs, P, G, order, gains, e, tx)
+                f[0] = T.call_extern("float32", "tz_warp_largest", T.access_ptr(v, "r"))
+                if uniform:
+                    if lane == 0:
+                        Ss[warps + block] = f[0]
+                else:
+                    emit(Q4, Q8, XS, S, Ss, v, f, row, block, lane)
+        if uniform:
+            T.sync_threads()
+            for e in turns_of(turns):
+                block = e * warps + warp
+                if block < blocks:
+                    f[0] = T.call_extern(
+                        "float32",
+                        "tz_largest_of",
+                        T.access_ptr(Ss[warps], "r", blocks),
+                        T.if_then_else(block < blocks4, 0, blocks4),
+                        T.if_then_else(block < blocks4, blocks4, blocks),
+                    )
+                    gather(v, Rs, P, G, order, gains, e, tx)
+                    emit(Q4, Q8, XS, S, Ss, v, f, row, block, lane)
+
+    if front == "residual":
+
+        @T.prim_func
+        def main(
+            X: T.Tensor((M, columns), dtype),
+            R: T.Tensor((M, columns), dtype),
+            P: T.Tensor((padded if permuted else 1,), "int32"),
+            G: T.Tensor((padded if gain else 1,), "float32"),
+            S: T.Tensor((blocks if static else 1,), "float32"),
+            Q4: T.Tensor((M, width4) if width4 else (1, 1), "uint8"),
+            Q8: T.Tensor((M, width8) if width8 else (1, 1), "int8"),
+            XS: T.Tensor((blocks, MP), "float32"),
+            eps: T.float32,
+        ):
+            with T.Kernel(M, threads=threads, prelude=source) as row:
+                quantize(X, R, P, G, S, Q4, Q8, XS, eps, row)
+
+        return main
+
     @T.prim_func
     def main(
-        X: T.Tensor((M, columns), dtype),
+        X: T.Tensor((M, columns * 2 if halves else columns), dtype),
         P: T.Tensor((padded if permuted else 1,), "int32"),
         G: T.Tensor((padded if gain else 1,), "float32"),
         S: T.Tensor((blocks if static else 1,), "float32"),
@@ -274,66 +474,7 @@ def build(
         XS: T.Tensor((blocks, MP), "float32"),
         eps: T.float32,
     ):
-        with T.Kernel(M, threads=threads, prelude=prelude("pack", "rows", extra=(SOURCE,))) as row:
-            Rs = T.alloc_shared((padded,), dtype)
-            Ss = T.alloc_shared((warps + blocks,), "float32")
-            x = T.alloc_local((4,), "uint32")
-            v = T.alloc_local((4,), "float32")
-            f = T.alloc_local((6,), "float32")
-            total = T.alloc_local((1,), "float32")
-            order = T.alloc_local((4 * turns if ahead and permuted else 4,), "int32")
-            gains = T.alloc_local((4 * turns if ahead and gain else 4,), "float32")
-            tx = T.get_thread_binding()
-            warp = tx // 32
-            lane = tx % 32
-            if pdl:
-                T.pdl_trigger()
-                T.pdl_sync()
-            if ahead:
-                for e in T.unroll(turns):
-                    load_lists(P, G, order, gains, e, e, tx)
-            total[0] = 0.0
-            for e in T.serial(-(-padded // (threads * VECTOR))):
-                at = (e * threads + tx) * VECTOR
-                if at < padded:
-                    for i in T.unroll(4):
-                        x[i] = T.uint32(0)
-                    if at < columns:
-                        T.call_extern(
-                            "handle", "tz_stream16", T.access_ptr(x, "w"), T.access_ptr(X[row, at], "r", VECTOR)
-                        )
-                    T.call_extern(
-                        "handle",
-                        f"tz_row_stage<{bf16}, {norm}>",
-                        T.access_ptr(Rs[at], "w", VECTOR),
-                        T.access_ptr(total, "rw"),
-                        T.access_ptr(x, "r"),
-                    )
-            total[0] = T.call_extern("float32", f"tz_cta_sum<{warps}>", total[0], T.access_ptr(Ss[0], "rw", warps))
-            f[1] = T.rsqrt(total[0] / T.float32(k) + eps)
-            for e in turns_of(turns):
-                block = e * warps + warp
-                if block < blocks:
-                    gather(v, Rs, P, G, order, gains, e, tx)
-                    f[0] = T.call_extern("float32", "tz_warp_largest", T.access_ptr(v, "r"))
-                    if uniform:
-                        if lane == 0:
-                            Ss[warps + block] = f[0]
-                    else:
-                        emit(Q4, Q8, XS, S, Ss, v, f, row, block, lane)
-            if uniform:
-                T.sync_threads()
-                for e in turns_of(turns):
-                    block = e * warps + warp
-                    if block < blocks:
-                        f[0] = T.call_extern(
-                            "float32",
-                            "tz_largest_of",
-                            T.access_ptr(Ss[warps], "r", blocks),
-                            T.if_then_else(block < blocks4, 0, blocks4),
-                            T.if_then_else(block < blocks4, blocks4, blocks),
-                        )
-                        gather(v, Rs, P, G, order, gains, e, tx)
-                        emit(Q4, Q8, XS, S, Ss, v, f, row, block, lane)
+        with T.Kernel(M, threads=threads, prelude=source) as row:
+            quantize(X, None, P, G, S, Q4, Q8, XS, eps, row)
 
     return main

@@ -6,6 +6,7 @@ from math import prod
 
 import torch
 from terrazzo.ops import launching
+from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.w4ax.activations import QuantizedActivations, default_granularity, sizes
 from terrazzo.ops.w4ax.format import PackedWeight
 
@@ -17,12 +18,16 @@ def quantize(
     eps: float,
     granularity: str,
     static_scales: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    activation: str | None = None,
 ) -> QuantizedActivations:
     """`quantize_activations` as one opaque node of a graph."""
-    q4, q8, scales = torch.ops.terrazzo.w4ax_quantize(
-        x, rms_weight, eps, granularity, static_scales, *_fields(w), w.permutation
-    )
-    return QuantizedActivations(q4, q8, scales, tuple(x.shape), w.blocks8, w.order, granularity)
+    given = (rms_weight, eps, granularity, static_scales, *_fields(w), w.permutation)
+    if residual is None:
+        q4, q8, scales = torch.ops.terrazzo.w4ax_quantize(x, *given, activation or "")
+    else:
+        q4, q8, scales = torch.ops.terrazzo.w4ax_add_quantize(x, residual, *given)
+    return QuantizedActivations(q4, q8, scales, (*x.shape[:-1], w.k), w.blocks8, w.order, granularity)
 
 
 def call(
@@ -44,6 +49,44 @@ def _fields(w: PackedWeight) -> tuple:
     return w.words, w.channel_scales, w.n, w.k, w.blocks8, w.layout, w.target, w.order
 
 
+Made = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""q4, q8, scales of activations."""
+
+
+def _quantized(x: torch.Tensor, residual: torch.Tensor | None, activation: str, given: tuple) -> Made:
+    from terrazzo.ops import gates
+    from terrazzo.ops.w4ax import activations, reference
+
+    rms_weight, eps, granularity, static, words, channel_scales, n, k, blocks8, layout, target, order, perm = given
+    w = PackedWeight(words, n, k, blocks8, layout, target, order, perm, channel_scales=channel_scales)
+    if x.is_cuda:
+        made = activations.run(x, w, rms_weight, eps, granularity, static, residual, activation or None)
+        return made.q4, made.q8, made.scales
+    rows = x.flatten(0, -2)
+    if residual is not None:
+        residual.add_(x)
+        rows = residual.flatten(0, -2)
+    elif activation:
+        gate, up = (half.double() for half in rows.chunk(2, dim=-1))
+        rows = gates.gated(gate, up, activation, 0.0, None, None).to(x.dtype)
+    options = dict(rms_weight=rms_weight, eps=eps, granularity=granularity, static_scales=static)
+    facts = dict(blocks8=blocks8, permutation=perm, wide=not w.native)
+    made = activations.from_codes(*reference.quantize_activations(rows, **facts, **options), w, granularity)
+    return made.q4, made.q8, made.scales
+
+
+def _shapes(x: torch.Tensor, given: tuple) -> Made:
+    _, _, _, _, words, channel_scales, n, k, blocks8, layout, target, _, _ = given
+    w = PackedWeight(words, n, k, blocks8, layout, target, channel_scales=channel_scales)
+    m, low, high = sizes(prod(x.shape[:-1]), k, blocks8, not w.native)
+    make = lambda *shape, dtype: x.new_empty(shape, dtype=dtype)
+    return (
+        make(m, low, dtype=torch.uint8),
+        make(m, high, dtype=torch.int8),
+        make(w.blocks, (m + 3) // 4 * 4, dtype=torch.float32),
+    )
+
+
 @torch.library.custom_op("terrazzo::w4ax_quantize", mutates_args=())
 def w4ax_quantize(
     x: torch.Tensor,
@@ -60,34 +103,48 @@ def w4ax_quantize(
     target: str,
     order: str,
     permutation: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q4, q8, scales of x [..., K] for the weight with these fields."""
-    from terrazzo.ops.w4ax import activations, reference
+    activation: str,
+) -> Made:
+    """q4, q8, scales of x [..., K], or [..., 2 K] with an activation, for the weight with these fields."""
+    fields = (words, channel_scales, n, k, blocks8, layout, target, order, permutation)
+    return _quantized(x, None, activation, (rms_weight, eps, granularity, static_scales, *fields))
 
-    w = PackedWeight(words, n, k, blocks8, layout, target, order, permutation, channel_scales=channel_scales)
-    if x.is_cuda:
-        made = activations.run(x, w, rms_weight, eps, granularity, static_scales)
-    else:
-        options = dict(rms_weight=rms_weight, eps=eps, granularity=granularity, static_scales=static_scales)
-        facts = dict(blocks8=blocks8, permutation=permutation, wide=not w.native)
-        made = activations.from_codes(
-            *reference.quantize_activations(x.flatten(0, -2), **facts, **options), w, granularity
-        )
-    return made.q4, made.q8, made.scales
+
+@torch.library.custom_op("terrazzo::w4ax_add_quantize", mutates_args=("residual",))
+def w4ax_add_quantize(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    rms_weight: torch.Tensor | None,
+    eps: float,
+    granularity: str,
+    static_scales: torch.Tensor | None,
+    words: torch.Tensor,
+    channel_scales: torch.Tensor | None,
+    n: int,
+    k: int,
+    blocks8: int,
+    layout: str,
+    target: str,
+    order: str,
+    permutation: torch.Tensor | None,
+) -> Made:
+    """The same of the residual, to which x is added in place."""
+    fields = (words, channel_scales, n, k, blocks8, layout, target, order, permutation)
+    return _quantized(x, residual, "", (rms_weight, eps, granularity, static_scales, *fields))
 
 
 @w4ax_quantize.register_fake
-def _(
-    x, rms_weight, eps, granularity, static_scales, words, channel_scales, n, k, blocks8, layout, target, order, perm
-):
-    w = PackedWeight(words, n, k, blocks8, layout, target, channel_scales=channel_scales)
-    m, low, high = sizes(prod(x.shape[:-1]), k, blocks8, not w.native)
-    make = lambda *shape, dtype: x.new_empty(shape, dtype=dtype)
-    return (
-        make(m, low, dtype=torch.uint8),
-        make(m, high, dtype=torch.int8),
-        make(w.blocks, (m + 3) // 4 * 4, dtype=torch.float32),
-    )
+def _(x, rms_weight, eps, granularity, static_scales, words, channel_scales, n, k, blocks8, layout, target, order,
+      permutation, activation):  # fmt: skip
+    fields = (words, channel_scales, n, k, blocks8, layout, target, order, permutation)
+    return _shapes(x, (rms_weight, eps, granularity, static_scales, *fields))
+
+
+@w4ax_add_quantize.register_fake
+def _(x, residual, rms_weight, eps, granularity, static_scales, words, channel_scales, n, k, blocks8, layout, target,
+      order, permutation):  # fmt: skip
+    fields = (words, channel_scales, n, k, blocks8, layout, target, order, permutation)
+    return _shapes(x, (rms_weight, eps, granularity, static_scales, *fields))
 
 
 @torch.library.custom_op("terrazzo::w4ax_gemm", mutates_args=())
@@ -138,4 +195,63 @@ def _(
     order,
     out_dtype,
 ):
+    return q8.new_empty((m, n), dtype=out_dtype)
+
+
+def call_grouped(
+    x: torch.Tensor | QuantizedActivations,
+    w: GroupedWeight,
+    expert_offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """`grouped_gemm` as one opaque node of a graph (two, if x must be quantized first)."""
+    s = w.stacked
+    if not isinstance(x, QuantizedActivations):
+        out_dtype = out_dtype or x.dtype
+        x = quantize(x, s, None, 0.0, default_granularity(s), None)
+    return torch.ops.terrazzo.w4ax_grouped_gemm(
+        x.q4, x.q8, x.scales, x.m, x.order, x.granularity, expert_offsets, s.bias if bias is None else bias,
+        *_fields(s), out_dtype or torch.float16,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("terrazzo::w4ax_grouped_gemm", mutates_args=())
+def w4ax_grouped_gemm(
+    q4: torch.Tensor,
+    q8: torch.Tensor,
+    scales: torch.Tensor,
+    m: int,
+    x_order: str,
+    granularity: str,
+    expert_offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    words: torch.Tensor,
+    channel_scales: torch.Tensor | None,
+    n: int,
+    k: int,
+    blocks8: int,
+    layout: str,
+    target: str,
+    order: str,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """y [M, n] from quantized activations [M, k] sorted by expert and the fields of a GroupedWeight."""
+    from terrazzo.ops.w4ax import grouped, reference
+
+    w = GroupedWeight(PackedWeight(words, n, k, blocks8, layout, target, order, channel_scales=channel_scales))
+    x = QuantizedActivations(q4, q8, scales, (m, k), blocks8, x_order, granularity)
+    if not q8.is_cuda:
+        grouped.check((m, k), q8.device, w, expert_offsets, bias, None, out_dtype)
+        held, rows = (x.codes(), x.token_scales()), torch.arange(m, device=q8.device)
+        product = lambda at, one, b: reference.gemm(*(part[at] for part in held), one, b).to(out_dtype)
+        return w.reference(product, rows, expert_offsets, bias)
+    return grouped.run(x, w, expert_offsets, bias, None, out_dtype)
+
+
+@w4ax_grouped_gemm.register_fake
+def _(
+    q4, q8, scales, m, x_order, granularity, expert_offsets, bias, words, channel_scales, n, k, blocks8, layout, target,
+    order, out_dtype,
+):  # fmt: skip
     return q8.new_empty((m, n), dtype=out_dtype)

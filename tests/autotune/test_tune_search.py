@@ -86,7 +86,7 @@ def test_spaces_hold_every_program_of_the_target():
     for op in ("w4a8_fp8", "w8a8", "w8a8_fp8"):
         assert programs[op, "sm_90a"] == {"stream_k"}
     assert programs["w4ax", "sm_90a"] == {"small_batch", "integer"} and programs["w4ax", "sm_80"] == {"persistent"}
-    for op in ("w4a16_grouped", "w4a8_grouped", "w4a8_fp8_grouped"):
+    for op in ("w4a16_grouped", "w4a8_grouped", "w4a8_fp8_grouped", "w4ax_grouped"):
         assert programs[op, "sm_90a"] == {"grouped"}
     assert programs["attention_prefill", "sm_80"] == {"prefill_mma"}
     assert programs["attention_prefill", "sm_90a"] == {"prefill_mma", "prefill_shared"}

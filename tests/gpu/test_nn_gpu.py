@@ -51,7 +51,7 @@ def decoder(form: str, experts: int = 0) -> nn.Decoder:
         if experts:
             both = torch.stack([weight(2 * FEATURES, HIDDEN, at + 4 + e) for e in range(experts)])
             down = torch.stack([weight(HIDDEN, FEATURES, at + 9 + e) for e in range(experts)])
-            made = nn.Experts.from_float(both, down, form)
+            made = nn.Experts.from_float(both, down, form, **given)
             mlp = nn.SparseMLP(weight(experts, HIDDEN, at + 17).half() * 8, made, 2, True)
         else:
             both = [weight(FEATURES, HIDDEN, at + 4), weight(FEATURES, HIDDEN, at + 5)]
@@ -152,7 +152,7 @@ def test_a_decoder_is_its_reference_path(form, kv, share):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="sm_90a only")
-@pytest.mark.parametrize(("form", "share"), [("w4a16-g64", 0.01), ("w4a8-g64", 0.05)])
+@pytest.mark.parametrize(("form", "share"), [("w4a16-g64", 0.01), ("w4a8-g64", 0.05), ("w4ax", 0.3)])
 def test_experts_are_their_reference_path(form, share):
     model = decoder(form, experts=4)
     for got, ref in zip(hidden(copy.deepcopy(model).cuda(), "float16", "cuda"), hidden(model, "float16", "cpu")):
@@ -238,7 +238,9 @@ def test_joined_layers_are_the_layers():
             assert torch.equal(y, w4a8.gemm(x, part))
 
 
-@pytest.mark.parametrize(("form", "experts"), [*((form, 0) for form in FORMATS), ("w4a16-g64", 4), ("w4a8-g64", 4)])
+@pytest.mark.parametrize(
+    ("form", "experts"), [*((form, 0) for form in FORMATS), ("w4a16-g64", 4), ("w4a8-g64", 4), ("w4ax", 4)]
+)
 def test_prepare_names_every_kernel_that_steps_launch(form, experts, monkeypatch):
     model, kv = decoder(form, experts).cuda(), ("int4", "int4")
     named = kernel_requests(model, [2, 7, 40], kv=kv, page=64, dtype=torch.float16)

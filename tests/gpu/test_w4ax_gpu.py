@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from terrazzo.lowering.errors import ArgumentError, CaptureError
-from terrazzo.ops import w4ax
+from terrazzo.lowering.targets import Target
+from terrazzo.ops import activation, w4ax
 from terrazzo.ops.w4ax import activations, reference
 from terrazzo.schedules import records
 from terrazzo.schedules.stream_k import StreamK
@@ -162,6 +163,80 @@ def test_activations(compiled, cases):
     compare(y, reference.gemm(q, held, weight), bound, str(case))
     if case.granularity == activations.default_granularity(w) and not case.norm:
         assert torch.equal(w4ax.gemm(x, w), y)
+
+
+@dataclass(frozen=True)
+class Front:
+    """Rows that the quantizer makes of two, of `quantize_blocks.FRONTS`, and the two kernels beside it."""
+
+    spec: Spec
+    m: int
+    dtype: str
+    front: str
+    norm: bool = False
+    arch: str = "sm_90a"
+
+    def requests(self) -> list:
+        w, dtype = self.spec.packed(self.arch), getattr(torch, self.dtype)
+        facts = dict(dtype=dtype, norm=self.norm)
+        found = [it for one in ("none", self.front) for it in w4ax.weight_requests(w, self.m, **facts, front=one)]
+        gate = dict(m=self.m, dtype=self.dtype, activation=self.front, target=Target.detect())
+        return found if self.front == "residual" else [*found, *activation.kernel_requests(w.k, **gate)]
+
+
+FRONTS = [
+    *(Front(TWO_LAYER, m, "bfloat16", "residual", True) for m in (1, 17, 300)),
+    Front(Spec(448, 1000, 0.25, scales="two_level"), 40, "float16", "residual", True),
+    Front(RATIOS[1], 3, "float16", "residual"),
+    Front(RATIOS[2], 40, "bfloat16", "residual", True, "sm_80"),
+    *(Front(Spec(256, 14336, 0.25, scales="two_level"), m, "bfloat16", "silu") for m in (1, 300)),
+    Front(Spec(448, 1000, 0.25, scales="two_level"), 40, "float16", "gelu_tanh"),
+    Front(TWO[2], 7, "bfloat16", "gelu"),
+]
+
+
+@pytest.mark.parametrize("cases", [pytest.param((c,), id=f"{c.arch}-{c.front}-{c.spec.k}-M{c.m}") for c in FRONTS])
+def test_what_stands_in_front_gives_the_bits_of_two_kernels(compiled, cases):
+    (case,) = cases
+    needs(case.arch)
+    w, rng, dtype = case.spec.packed(case.arch), torch.Generator().manual_seed(case.m), getattr(torch, case.dtype)
+    x, other = (torch.randn(2, case.m, w.k, generator=rng) * 3).to(dtype).to(DEVICE)
+    gain = torch.randn(w.k, generator=rng).to(DEVICE) if case.norm else None
+    options = dict(rms_weight=gain, eps=1e-5)
+    if case.front == "residual":
+        wanted, guarded = other + x, torch.cat([other[:1], other, other[-1:]])
+        residual = guarded[1:-1] if guarded[1:-1].data_ptr() % 16 == 0 else other.clone()
+        made = w4ax.quantize_activations(x, w, residual=residual, **options)
+        assert torch.equal(residual, wanted)
+        assert torch.equal(guarded[0], other[0]) and torch.equal(guarded[-1], other[-1])
+    else:
+        wanted = activation.act_and_mul(torch.cat([x, other], dim=1), activation=case.front)
+        made = w4ax.quantize_activations(torch.cat([x, other], dim=1), w, activation=case.front)
+    apart = w4ax.quantize_activations(wanted, w, **options)
+    assert torch.equal(made.codes(), apart.codes()) and torch.equal(made.token_scales(), apart.token_scales())
+    assert made.shape == apart.shape
+
+
+@pytest.mark.parametrize("cases", [(FRONTS[1], FRONTS[8])], ids=["traced"])
+def test_fronts_under_torch_compile(compiled, cases):
+    """A residual is written inside of a graph, too."""
+    needs("sm_90a")
+    for case in cases:
+        w, gate = case.spec.packed(case.arch), case.front != "residual"
+        dtype = getattr(torch, case.dtype)
+        x = torch.randn(case.m, w.k * (2 if gate else 1), device=DEVICE).to(dtype)
+        residual = torch.randn(case.m, w.k, device=DEVICE).to(dtype)
+        options = dict(activation=case.front) if gate else dict(rms_weight=torch.ones(w.k, device=DEVICE))
+
+        def call(x, residual, w=w, gate=gate, options=options):
+            more = {} if gate else {"residual": residual}
+            made = w4ax.quantize_activations(x, w, **more, **options)
+            return made.q8, made.scales
+
+        eager, first = call(x, one := residual.clone()), one
+        traced, second = torch.compile(call, fullgraph=True)(x, other := residual.clone()), other
+        assert torch.equal(first, second)
+        assert torch.equal(eager[0], traced[0]) and torch.equal(eager[1][:, : case.m], traced[1][:, : case.m])
 
 
 STRESS = [

@@ -19,8 +19,12 @@ class SmallModel:
     def __init__(self, formats=("float16", "float16"), weights="w4a16-g32", device="cpu", seed=0) -> None:
         torch.manual_seed(seed)
         random = lambda n, k: torch.randn(n, k) * 1.5 / k**0.5
-        linear = lambda n, k: nn.Linear.from_float(random(n, k).to(device), weights)
+        options = {"target": "sm_90a"} if weights == "w4ax" else {}
+        linear = lambda n, k: nn.Linear.from_float(random(n, k).to(device), weights, **options)
         joined = lambda kind, *rows: kind.join(*(linear(n, HIDDEN) for n in rows))
+        if weights == "w4ax":  # layers of one input share a plan
+            floats = lambda rows: [random(n, HIDDEN).to(device) for n in rows]
+            joined = lambda kind, *rows: kind.from_float(floats(rows), weights, **options)
         norm = lambda: nn.RMSNorm(torch.rand(HIDDEN).half().to(device) + 0.5)
         layers = []
         for index in range(LAYERS):

@@ -74,18 +74,22 @@ def test_a_joined_layer_is_made_of_float_ones_and_empty():
 
 
 HIDDEN, INNER, EXPERTS = 128, 64, 4
+PLANS = {k: w4ax.plan_blocks(torch.arange(k) + 1.0, ratio=0.5) for k in (HIDDEN, INNER)}
 
 
 def experts(family: str, symmetric: tuple[int, ...] = ()) -> tuple[list, list, list]:
     make = lambda n, k, e: {
         "w4a16": lambda: w4a16.quantize(weight(n, k, e), group_size=32, symmetric=e % 10 in symmetric),
         "w4a8": lambda: w4a8.quantize(weight(n, k, e)), "w4a8-e4m3": lambda: w4a8.fp8.quantize(weight(n, k, e)),
+        "w4ax": lambda: w4ax.quantize(weight(n, k, e), PLANS[k], target="sm_90a"),
     }[family]()  # fmt: skip
     gates, ups = ([make(INNER, HIDDEN, 10 * part + e) for e in range(EXPERTS)] for part in (0, 1))
     return gates, ups, [make(HIDDEN, INNER, 20 + e) for e in range(EXPERTS)]
 
 
-@pytest.mark.parametrize(("family", "symmetric"), [("w4a16", ()), ("w4a16", (1, 3)), ("w4a8", ()), ("w4a8-e4m3", ())])
+@pytest.mark.parametrize(
+    ("family", "symmetric"), [("w4a16", ()), ("w4a16", (1, 3)), ("w4a8", ()), ("w4a8-e4m3", ()), ("w4ax", ())]
+)
 @torch.no_grad()
 def test_experts_are_each_experts_layers_weighted(family, symmetric):
     gates, ups, downs = experts(family, symmetric)
@@ -105,6 +109,20 @@ def test_experts_are_each_experts_layers_weighted(family, symmetric):
     assert len(made) == EXPERTS and "experts=4" in repr(made)
 
 
+def test_experts_of_one_plan_are_made_of_float_ones():
+    """Columns that are large in one expert alone are INT8 for all of them."""
+    gate_up, down = torch.randn(3, 128, 256) / 50, torch.randn(3, 256, 64) / 50
+    gate_up[1, :, 7] = 5
+    made = nn.Experts.from_float(gate_up, down, "w4ax", target="sm_90a")
+    assert str(made.gate_up_proj.format) == "w4ax-g128"
+    order = made.gate_up_proj.packed.stacked.permutation
+    assert made.gate_up_proj.packed.stacked.blocks8 == 1 and 7 in order[128:]
+    ids, gates = torch.tensor([[0, 2], [1, 0]]), torch.full((2, 2), 0.5)
+    with torch.no_grad():
+        y = made(torch.randn(2, 256).half(), ids, gates)
+    assert y.shape == (2, 256) and bool(y.isfinite().all())
+
+
 def test_a_state_of_experts_comes_back_and_another_is_refused():
     made, other = nn.Experts.stack(*experts("w4a16")), nn.Experts.stack(*experts("w4a16", (0, 1, 2, 3)))
     ids, gates = torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1)
@@ -120,8 +138,8 @@ def test_experts_that_have_no_product_are_refused_by_name():
     gates, ups, downs = experts("w4a16")
     with pytest.raises(ArgumentError, match="perm"):
         nn.Experts.stack([act_order(64, HIDDEN)] * 2, [act_order(64, HIDDEN)] * 2, downs[:2])
-    with pytest.raises(ArgumentError, match="experts"):
-        nn.Experts.from_float(torch.randn(2, 64, 128), torch.randn(2, 128, 32), "w4ax", target="sm_90a")
+    with pytest.raises(ArgumentError, match="warpgroup"):
+        nn.Experts.from_float(torch.randn(2, 64, 128), torch.randn(2, 128, 32), "w4ax", target="sm_80")
     with pytest.raises(ArgumentError, match="activation"):
         nn.Experts.stack(gates, ups, downs, "relu6")
     with pytest.raises(ArgumentError, match="down"):

@@ -10,7 +10,7 @@ from terrazzo import prepare
 from terrazzo.lowering import Target, parallel
 from terrazzo.lowering.errors import ArgumentError, CompileError
 from terrazzo.nn.preparing import kernel_requests
-from terrazzo.ops import w4a8, w4a16, w8a8
+from terrazzo.ops import w4a8, w4a16, w4ax, w8a8
 from terrazzo.ops.w4a8 import activations
 from terrazzo.ops.w4a8.w8a8 import op as w8a8_op
 
@@ -114,6 +114,33 @@ def test_experts_of_one_block_along_k_have_kernels_of_blocks():
     found = kernel_requests(experts, [1, 64], **AT)
     assert {facts["dequantization"] for it in found if "dequantization" in (facts := dict(it.params))} == {"block"}
     assert {it.name for it in found} == {"w8a8.grouped", "w8a8.quantize_bytes"}
+
+
+def test_layers_and_experts_of_mixed_bits_have_the_kernels_of_their_own_plan():
+    """Three of four blocks are INT8; gate and up quantize tokens, down what they give, behind their routing."""
+    plan = w4ax.plan_blocks(torch.arange(512) + 1.0, ratio=0.75)
+    packed = lambda n: w4ax.quantize(torch.randn(n, 512), plan, **AT)
+    facts = dict(blocks8=3, dtype="float16", **AT)
+    layer, wanted = tnn.Linear(packed(64)), set()
+    for norm in (False, True):
+        wanted |= set(w4ax.kernel_requests(64, 512, m=[1, 64], norm=norm, permuted=bool(layer.packed.order), **facts))
+    assert set(kernel_requests(layer, [1, 64], **AT)) == wanted
+    experts = tnn.Experts.of_packed([packed(1024)] * 4, [packed(512)] * 4)
+    model = tnn.SparseMLP(torch.randn(4, 512), experts, 2, True)
+    found = kernel_requests(model, 200, **AT)
+    own = {it for it in found if it.name == "w4ax.grouped"}
+    asked = dict(m=400, blocks8=3, out_dtype="float16", **AT)
+    assert own == {it for n in (1024, 512) for it in w4ax.grouped_requests(n, 512, 4, **asked)}
+    rows = [dict(it.params) for it in found if it not in own]
+    assert {row["blocks8"] for row in rows} == {3} and {row["warps"] for row in rows} == {4}
+
+
+def test_steps_of_a_decoder_of_mixed_bits_need_no_sum_and_no_gate_of_their_own():
+    found = kernel_requests(SmallModel(weights="w4ax").decoder, [1, 64], kv=("float16", "float16"), **AT)
+    fronts = {dict(it.params).get("front", "none") for it in found if it.name == "w4ax.quantize_blocks"}
+    assert fronts == {"none", "residual", "silu"}
+    assert not [it for it in found if it.name == "activation.act_and_mul"]
+    assert len([it for it in found if it.name == "norm.rms_norm"]) <= 2  # of the last norm
 
 
 def test_experts_of_four_bits_have_quantizers_for_rows_ahead_of_their_routing_and_behind():

@@ -190,6 +190,12 @@ def _w4ax() -> Calls:
         yield call(f" block m={m}", "sm_90a", **only, m=m, granularity="block", bias=True)
         for blocks8 in (0, 32):
             yield call(f" blocks8={blocks8} m={m}", "sm_90a", **only, m=m, blocks8=blocks8)
+    for m in (16, 2048):
+        yield f"w4ax sm_90a grouped m={m}", partial(w4ax.grouped_requests, N, K, 8, m=m, bias=True, target="sm_90a")
+    for front, norm in (("residual", True), ("silu", False)):
+        for target in ("sm_80", "sm_90a"):
+            label, requests = call(f" {front} quantizer m=64", target, m=64, norm=norm, front=front)
+            yield label, lambda requests=requests: requests()[-1:]
     yield call(" block m=64", "sm_80", dtype=None, out_dtype="float32", m=64, granularity="block")
     for granularity in ("block", "token", "static"):
         for target in ("sm_80", "sm_90a"):

@@ -90,6 +90,7 @@ def _settings() -> Iterator[tuple[str, dict]]:
     yield "w8a8_fp8", {"plain": True}
     yield "w8a8_fp8", {"group": 128}
     yield "w4ax", {"plain": True}
+    yield "w4ax_grouped", {"plain": True}
     yield "w4ax", {"scales": None}
     yield "w4ax", {"blocks8": 0, "out_dtype": "float32"}
 

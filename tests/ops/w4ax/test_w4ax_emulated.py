@@ -7,11 +7,12 @@ import re
 
 import pytest
 import torch
-from cuda_on_cpu import CpuKernel, cuda_text
+from cuda_on_cpu import VOTES, CpuKernel, cuda_text
 from emulated_cases import cases
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
+from terrazzo.ops.tiles.scheduler import EXPERTS_SOURCE
 from terrazzo.ops.w4ax import activations, integer, persistent, problem, reference, small_batch, stream_k
 from terrazzo.schedules import w4ax as schedules
 from terrazzo.schedules.clusters import PAIR
@@ -151,33 +152,38 @@ def test_a_single_block_is_exact_in_float32(tmp_path):
 
 def emulate_stream_k(weight, q, scales, schedule, partition, folder, *, out_dtype):
     """y of one launch of the wgmma program, in an output that was NaN."""
-    packed, m = weight.pack(target="sm_90a"), q.shape[0]
+    packed = weight.pack(target="sm_90a")
     x = activations.from_codes(q, scales, packed)
-    k, bias = packed.blocks * 128, weight.bias
+    grid, shared = partition
+    return launch_wgmma(packed, x, schedule, grid, folder, out_dtype=out_dtype, sk=shared)
+
+
+def launch_wgmma(packed, x, schedule, grid, folder, *, out_dtype, experts=0, **last):
+    """The same of a packed weight, or of the stacked one of experts; `last`: shared tiles or offsets, by name."""
+    k, bias, m = packed.blocks * 128, packed.bias, x.m
     params = dict(
-        n=weight.n, k=k, blocks8=weight.blocks8, out_dtype=out_dtype, bias=bias is not None, two_level=weight.two_level,
-        **schedule.params(),
+        n=packed.n, k=k, blocks8=packed.blocks8, out_dtype=out_dtype, bias=bias is not None, two_level=packed.two_level,
+        **schedule.params(), **({"experts": experts} if experts else {}),
     )  # fmt: skip
-    program = integer if weight.two_level else stream_k
+    program = integer if packed.two_level else stream_k
     request = KernelRequest("w4ax", f"{program.__name__}:build", tuple(params.items()), "sm_90a", program.PASS_CONFIGS)
     source = translated(cuda_text(request), schedule.block_tokens)
-    gemm = problem.Gemm(weight.n, k, weight.blocks8, out_dtype, bias is not None)
-    converter = (problem.byte_gemm(gemm) if weight.two_level else gemm).converter
+    gemm = problem.Gemm(packed.n, k, packed.blocks8, out_dtype, bias is not None)
+    converter = (problem.byte_gemm(gemm) if packed.two_level else gemm).converter
     base = EXTRA.replace("typedef unsigned char uchar;", "")
     kernel = CpuKernel(
         source.replace("int grid", "int ctas").replace("grid", "ctas"),
-        [WGMMA, base, SHIMS, TURNS, on_cpu(converter), problem.SOURCE],
+        [WGMMA, base, SHIMS, TURNS, on_cpu(converter), problem.SOURCE, *([VOTES, EXPERTS_SOURCE] if experts else [])],
         schedule.warpgroups * 128 + 128,
         folder,
     )
-    grid, shared = partition
-    y = torch.full((m, weight.n), float("nan"), dtype=getattr(torch, out_dtype))
+    y = torch.full((m, packed.n), float("nan"), dtype=getattr(torch, out_dtype))
     semaphores = torch.zeros(grid, schedule.warpgroups, dtype=torch.int32)
     workspace = torch.full((grid, schedule.warpgroups, schedule.block_tokens // 8, 128, 4), float("nan"))
     kernel(
         (grid, 1, 1), X_desc=torch.tensor([x.q8.data_ptr(), m, k]), W=packed.words, XS=x.scales,
-        S=channel_scales(packed), B=bias, WS=workspace, SEM=semaphores, Y=y, sk=shared, m=m, mp=x.scales.shape[1],
-        ctas=grid,
+        S=channel_scales(packed), B=bias, WS=workspace, SEM=semaphores, Y=y, m=m, mp=x.scales.shape[1],
+        ctas=grid, **last,
     )  # fmt: skip
     assert not semaphores.any()
     return y

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import rows_on_cpu
 import torch
-from cuda_on_cpu import CpuKernel
+from cuda_on_cpu import CpuKernel, cuda_text
 from emulated_cases import Compiled, cases
-from terrazzo.lowering import KernelReport
+from terrazzo.lowering import KernelReport, compile_request
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
-from terrazzo.ops import w4ax
+from terrazzo.ops import activation, gates, w4ax
+from terrazzo.ops.tiles import row_outputs
 from terrazzo.ops.w4ax import activations, quantize_blocks, reference
 from test_w4a8_quantize_rows import SHIMS, primitives
 
@@ -32,18 +34,46 @@ CASES |= {
     "two levels of an int8 row": ("sm_90a", 640, 5, "bfloat16", False, False, "two_level"),
     "two levels of an int4 row": ("sm_90a", 640, 0, "bfloat16", False, True, "two_level"),
 }
+FRONTED = {  # the same, and what comes with it
+    "sum and norm": ("sm_90a", 904, 2, "bfloat16", True, True, "two_level", "residual"),
+    "gate": ("sm_90a", 2312, 5, "float16", True, False, "two_level", "silu"),
+    "sum": ("sm_80", 640, 1, "float16", True, False, "block", "residual"),
+    "gate by erf": ("sm_80", 640, 2, "bfloat16", True, False, "two_level", "gelu"),
+}
 MORE_SHIMS = r"""
 typedef unsigned char uchar;
 struct int4 { int x, y, z, w; };
 static int4 __ldg(const int4 *p) { int4 v; memcpy(&v, p, 16); return v; }
 struct uint4 { unsigned x, y, z, w; };
+static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+#define __expf expf
+static float __fdividef(float a, float b) { return a / b; }
 """
 
 
 def request(name: str):
-    arch, k, blocks8, dtype, permuted, norm, granularity = CASES[name]
+    arch, k, blocks8, dtype, permuted, norm, granularity, *front = (CASES | FRONTED)[name]
     facts = dict(dtype=dtype, permuted=permuted, norm=norm, granularity=granularity, wide=arch == "sm_90a")
-    return activations.plan(600, k, blocks8, **facts, target=Target.parse(arch))
+    return activations.plan(600, k, blocks8, **facts, front=(*front, "none")[0], target=Target.parse(arch))
+
+
+def rows_in_front(name: str, x: torch.Tensor, folder) -> torch.Tensor:
+    """What the quantizer must see: the residual sum, or what the kernel of the gate makes."""
+    *_, front = FRONTED[name]
+    if front == "residual":
+        return x[0] + x[1]
+    gate = torch.cat(list(x), dim=1)
+    (made,) = activation.kernel_requests(
+        x.shape[2], m=len(gate), dtype=str(x.dtype)[6:], activation=front, target=Target.parse("sm_90a")
+    )
+    h = rows_on_cpu.outputs(len(gate), x.shape[2], x.dtype, "none", False)
+    empty = torch.zeros(1)
+    kernel = rows_on_cpu.emulated(made, folder)
+    kernel(
+        (len(gate) * dict(made.params)["parts"], 1, 1), X=gate, S=empty, OFFSETS=empty.int(), alpha=0.0, limit=0.0,
+        m=len(gate), mp=8, **h,
+    )  # fmt: skip
+    return h["Y"][: len(gate)]
 
 
 @pytest.fixture(scope="module")
@@ -119,10 +149,48 @@ def test_the_cuda_text_computes_the_reference(compiled, name, tmp_path):
     again.check()
 
 
+@pytest.mark.parametrize("name", cases(FRONTED, ("sum and norm", "gate")))
+def test_codes_are_those_of_what_stands_in_front(name, tmp_path):
+    """The residual becomes the sum; codes of sums and gates are those of two kernels, to the bit."""
+    arch, k, blocks8, dtype, _, norm, granularity, front = FRONTED[name]
+    made, rng, m = request(name), torch.Generator().manual_seed(k), 5
+    report = KernelReport.read(compile_request(made) / "report.json")
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+    sources = [row_outputs.SOURCE, row_outputs.ADD_SOURCE if front == "residual" else gates.SOURCE]
+    shims = [SHIMS, MORE_SHIMS, primitives(), *sources, quantize_blocks.SOURCE]
+    (tmp_path / "codes").mkdir()
+    kernel = CpuKernel(cuda_text(made), shims, 32 * dict(made.params)["warps"], tmp_path / "codes")
+    plan = w4ax.plan_blocks(torch.rand(k, generator=rng) + 0.1, floor=blocks8, ceiling=blocks8)
+    x = (torch.randn(2, m, k, generator=rng) * torch.exp(torch.randn(2, m, 1, generator=rng))).to(getattr(torch, dtype))
+    x[:, 1] = 0
+    wanted = rows_in_front(name, x, tmp_path)
+    gain = torch.randn(k, generator=rng) if norm else None
+    arranged = None if gain is None else reference.arrange(gain[None], plan.blocks, plan.permutation)[0].contiguous()
+    wide = arch == "sm_90a"
+    _, low, high = activations.sizes(m, k, blocks8, wide)
+    q4, scales = torch.full((m + 1, low), 99, dtype=torch.uint8), torch.full((plan.blocks, 8), -7.0)
+    q8, residual = torch.full((m + 1, high), 99, dtype=torch.int8), torch.cat([x[1], x[1, :1]])
+    given = {"R": residual} if front == "residual" else {}
+    kernel(
+        (m, 1, 1), X=x[0] if front == "residual" else torch.cat(list(x), dim=1), P=plan.permutation,
+        G=torch.zeros(1) if arranged is None else arranged, S=torch.zeros(1), Q4=q4, Q8=q8, XS=scales, eps=1e-5, m=m,
+        mp=8, **given,
+    )  # fmt: skip
+    if front == "residual":
+        assert torch.equal(residual[:m], wanted) and torch.equal(residual[m], x[1, 0])
+    facts = dict(blocks8=blocks8, permutation=plan.permutation, rms_weight=gain, eps=1e-5, granularity=granularity)
+    q, expected = reference.quantize_activations(wanted, **facts, wide=wide)
+    found = w4ax.QuantizedActivations(q4[:m], q8[:m], scales, (m, k), blocks8)
+    assert torch.equal(found.codes(), q)
+    assert torch.equal(found.token_scales(), expected) or norm
+    torch.testing.assert_close(found.token_scales(), expected, rtol=2e-6, atol=0)
+    assert (q4[m:] == 99).all() and (q8[m:] == 99).all() and (scales != -7).all()
+
+
 @pytest.mark.parametrize(
     ("changes", "argument"),
-    [({"dtype": "float32"}, "dtype"), ({"granularity": "row"}, "granularity"), ({"blocks8": 9}, "blocks8"),
-     ({"warps": 0}, "warps")],
+    [({"front": "relu"}, "front"), ({"front": "residual", "k": 333}, "front"), ({"dtype": "float32"}, "dtype"),
+     ({"granularity": "row"}, "granularity"), ({"blocks8": 9}, "blocks8"), ({"warps": 0}, "warps")],
 )  # fmt: skip
 def test_what_no_program_can_do_is_refused(changes, argument):
     with pytest.raises(ArgumentError) as caught:
