@@ -260,7 +260,7 @@ class Published(Source):
         for weight in experts:
             own = weight.float().abs().amax(0)
             largest = own if largest is None else largest.maximum(own)
-        return {"plan": self.quantize.plan(largest)}
+        return {} if largest is None else {"plan": self.quantize.plan(largest)}
 
     def _floats(self, names: Iterable[str], share: Share | None) -> Iterator[torch.Tensor]:
         """The weights of those of some layers that are float."""

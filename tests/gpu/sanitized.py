@@ -12,16 +12,20 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import attention_cases
 import attention_write_cases
 import line_tables
 import oracles
 import prefill_cases
+import sanitized_cases
+import test_grouped_gpu as grouped_cases
 import torch
 import w4a8_fp8_oracles
 import w4a8_oracles
 import w4ax_cases
+import w4ax_expert_cases
 from terrazzo.ablation.w4a8 import op as compared
 from terrazzo.lowering import is_ready
 from terrazzo.lowering.targets import Target
@@ -32,6 +36,7 @@ W4A16, F16 = oracles.Spec, oracles.Case
 W4A8, S8 = w4a8_oracles.Spec, w4a8_oracles.Case
 E4M3, S4F8 = w4a8_fp8_oracles.Spec, w4a8_fp8_oracles.Case
 W4AX, S4 = w4ax_cases.Spec, w4ax_cases.Case
+Stack, Grouped, Experts, Coded = grouped_cases.Spec, grouped_cases.Case, sanitized_cases.Experts, sanitized_cases.Coded
 DEVICE = "cuda"
 
 
@@ -41,7 +46,7 @@ class Watched:
     small_batch, None for the usual one."""
 
     name: str
-    case: oracles.Case | w4a8_oracles.Case | attention_cases.Case | attention_write_cases.Case | w4ax_cases.Case
+    case: Any
     target: str | None = None
     tile: stream_k.StreamK | small_batch.SmallBatch | None = None
 
@@ -88,6 +93,8 @@ class Watched:
         plain = {attention_cases.Case: attention_cases.run, attention_write_cases.Case: attention_write_cases.check}
         plain[prefill_cases.Case] = prefill_cases.check
         plain |= {w4ax_cases.Case: w4ax_cases.product, w4a8_fp8_oracles.Case: w4a8_fp8_oracles.check}
+        plain |= {w4ax_expert_cases.Case: w4ax_expert_cases.check, sanitized_cases.Experts: sanitized_cases.run_experts}
+        plain[sanitized_cases.Coded] = sanitized_cases.run_coded
         with self.forced():
             run(self.case, self.weight(), requests) if run else plain[type(self.case)](self.case)
         torch.cuda.synchronize()
@@ -122,6 +129,7 @@ def run_w4a8(case: w4a8_oracles.Case, weight: w4a8.PackedWeight, requests: list)
     w4a8_oracles.compare(case, "product", y.cpu(), q, scales)
 
 
+ROWS = attention_cases.Case(q_len=4, lengths=(150, 7), page=64, style="warpgroups")
 PLANTED = Watched("planted", F16(W4A16(256, 512), 4))
 # One case for each program and each of its forms: X alone or shared by a cluster, split along k, shared tiles.
 FAMILIES: dict[str, tuple[Watched, ...]] = {
@@ -169,6 +177,12 @@ FAMILIES: dict[str, tuple[Watched, ...]] = {
         Watched("stream_k, two halves of the tokens, shared", S4(W4AX(256, 2048, 0.5), (100,))),
         Watched("persistent", S4(W4AX(130, 650, 0.4), (20,), "float16", "sm_80")),
         Watched("integer", S4(W4AX(130, 650, 0.25, True, "two_level"), (5, 40), "bfloat16")),
+        Watched("experts", w4ax_expert_cases.Case(W4AX(130, 650, 0.25, True, "two_level"), (20, 0, 3, 40), "bfloat16")),
+    ),
+    "experts": (
+        Watched("w4a16 on mma.sync", Experts(Grouped(Stack("w4a16", 4, 130, 328, 32, bias=True), 16), (20, 0, 3, 70))),
+        Watched("w4a8 on mma.sync", Experts(Grouped(Stack("w4a8", 3, 130, 272, 64), 16, out="int32"), (5, 0, 40))),
+        Watched("w4a8 with biases", Experts(Grouped(Stack("w4a8", 3, 130, 272, 64, bias=True), 16), (1, 33, 0))),
     ),
     "attention": (
         Watched("int4", attention_cases.Case(lengths=(100, 7), q_len=2)),
@@ -196,6 +210,9 @@ FAMILIES: dict[str, tuple[Watched, ...]] = {
         Watched("prefill channels, new tokens", prefill_cases.Case("int4_channel64", fresh=True, page=64)),
         Watched("prefill int8 by mma.sync", prefill_cases.Case("int8", "int8", schedule=("mma", 2, 8, 3))),
         Watched("prefill through shared memory", prefill_cases.Case(past=(300,), schedule=("shared", 8, 8, 2))),
+        Watched("codes of tokens", Coded(attention_cases.Case(lengths=(100, 7), q_len=2), "int8", False, True)),
+        Watched("codes, split", Coded(attention_cases.Case(page=128, lengths=(900, 3), splits=3), "int8", False, True)),
+        Watched("codes of blocks from rows on wgmma", Coded(ROWS, "e4m3_block128", True, False)),
         Watched("append residual", attention_write_cases.Case(residual=32, old=(3, 31), new=(2, 2), dtype="bfloat16")),
     ),
 }
