@@ -222,7 +222,7 @@ def _peers(
             continue
         try:
             stacks = [peer.load(layer.experts, layer.n, layer.k, GROUP[op]) for _ in range(copies)]
-            calls, y = peer.calls(x, starts, stacks, tokens, layer.top_k or 1)
+            calls, y = peer.calls(x, starts, stacks, tokens if layer.top_k else len(x), layer.top_k or 1)
             calls[0]()
             problem = peer.wrong(y, x, starts, stacks[0])
         except Exception as error:  # another package's error of any kind costs its column, not the run
