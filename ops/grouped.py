@@ -261,6 +261,28 @@ def check_traced(
         check_bias(bias, len(w), w.n, bias_dtype, held.device)
 
 
+def check_call(
+    shape: tuple[int, ...],
+    device: torch.device,
+    w: GroupedWeight,
+    expert_offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    choices: Callable[[], None],
+) -> None:
+    """What a call on quantized activations is asked before x [M, K] is quantized; `choices` checks its options."""
+    check_once(w)
+    check_rows(shape, w.k)
+    launching.check_tokens(shape[0])
+    choices()
+    check_offsets(expert_offsets, len(w), device)
+    if bias is not None:
+        check_bias(bias, len(w), w.n, None, device)
+    if out is not None:
+        launching.check_out(out, (shape[0], w.n), out_dtype, device)
+
+
 def check_rows(shape: Sequence[int], k: int) -> None:
     if len(shape) != 2 or shape[1] != k:
         raise ArgumentError("x", list(shape), f"must be [M, {k}], tokens sorted by expert", "see ops/moe.py")

@@ -143,7 +143,7 @@ def _w8a8(format: str, source: str, codes: str, groups: tuple[int | str, ...], n
         activations=("int8" if int8 else "float8_e4m3fn", "float16", "bfloat16"),
         scales=("float32",),
         numerics=() if int8 else ("promoted", "fast"),
-        targets={"sm_90a": "tested"},
+        targets=_targets("compiled") if int8 else {"sm_89": "compiled", "sm_90a": "tested", "sm_120a": "compiled"},
         notes=notes,
     )
 

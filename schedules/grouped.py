@@ -9,7 +9,7 @@ from math import ceil, erfc
 from terrazzo.lowering.targets import Target
 from terrazzo.schedules import multistage, stream_k, tile_costs
 from terrazzo.schedules.costs import COSTS
-from terrazzo.schedules.multistage import EXPERTS_TOKENS, Multistage
+from terrazzo.schedules.multistage import FEW_TOKENS, Multistage
 from terrazzo.schedules.partition import share_tiles
 from terrazzo.schedules.problem import Gemm
 from terrazzo.schedules.stream_k import StreamK
@@ -43,7 +43,7 @@ def choose_multistage(problem: Gemm, target: Target, m: int) -> Multistage:
     """The tile on mma.sync, where a target has no warpgroup instructions."""
     average = _average(problem, m)
     cost = lambda tokens: tiles_of_expert(average, tokens) * (tokens + _WEIGHTS_AS_TOKENS)
-    return multistage.choose_for_experts(problem, target, min(EXPERTS_TOKENS, key=cost), _reached(problem, m))
+    return multistage.choose_for_experts(problem, target, min(FEW_TOKENS, key=cost), _reached(problem, m))
 
 
 def _reached(problem: Gemm, m: int) -> int:

@@ -26,6 +26,7 @@ _REGISTERS = 1.25  # of a multistage thread, for each accumulator and operand re
 _SETTLE = 0.15  # of a unit's tensor-core time on e4m3: sums of a group are scaled and added (an estimate)
 _PERSISTENT = ((16, 4, 1), (32, 4, 1), (64, 4, 1), (64, 8, 1), (128, 8, 2))  # tokens, warps, warps along the tokens
 _TURNS = 0.1  # of a stream-K kernel's time that warpgroups in turn save (an estimate, so that both are measured)
+_SETTLED = 64  # row tiles times tokens of a warp on mma.sync of e4m3: products wait in registers to be scaled
 _PERSISTENT_SUMS = 128  # f32 sums of a thread of the persistent program, beside the s32 sums of a block
 _PERSISTENT_REGISTERS = 1.5  # of such a thread, for each f32 and s32 sum
 
@@ -43,6 +44,8 @@ class Linear(Space):
     """Schedules of one weight; of 16-bit operands."""
 
     problem: Gemm
+    warp_tiles = multistage.BLOCK_TOKENS
+    """Tokens of the tiles on mma.sync."""
 
     def __init__(self, problem: Gemm) -> None:
         super().__init__(problem)
@@ -54,9 +57,13 @@ class Linear(Space):
     def heuristic(self, target: Target, m: int) -> tuple[str, Any]:
         if small_batch.serves(self.problem, target, m):
             return "small_batch", small_batch.choose(self.problem, target, m)
+        return self.tile(target, m)
+
+    def tile(self, target: Target, m: int) -> tuple[str, Any]:
+        """The heuristic's program and schedule of wide batches."""
         if target.supports(f"wgmma.{self.problem.rate}"):
             return self.problem.form.program, stream_k.choose(self.problem, target, m)
-        return "multistage", multistage.choose(self.problem, target, m)
+        return "multistage", multistage.choose(self.problem, target, m, self.warp_tiles)
 
     def every(self, target: Target, m: int, wide: bool = False) -> Pairs:
         if m <= self.problem.form.small_tokens:
@@ -64,7 +71,7 @@ class Linear(Space):
         if target.supports(f"wgmma.{self.problem.rate}"):
             yield from ((self.problem.form.program, s) for s in self.tiles(target, m, wide))
         else:
-            yield from (("multistage", s) for s in _multistage(self.problem, target, m))
+            yield from (("multistage", s) for s in _multistage(self.problem, target, m, self.warp_tiles))
 
     def tiles(self, target: Target, m: int, wide: bool) -> Iterator[StreamK]:
         """The tiles on wgmma, with as many stages as fit; also pairs of CTAs, and two CTAs on an SM."""
@@ -118,14 +125,20 @@ class Bytes(Linear):
 
 
 class Direct(Bytes):
-    """Schedules of bytes times bytes, whose one program is on wgmma."""
+    """Schedules of bytes times bytes, which have no program for small batches."""
+
+    warp_tiles = multistage.FEW_TOKENS
 
     def __init__(self, problem: Gemm) -> None:
         super().__init__(problem)
-        self.programs = {problem.form.program: StreamK}
+        self.programs = {problem.form.program: StreamK, "multistage": Multistage}
 
     def heuristic(self, target: Target, m: int) -> tuple[str, Any]:
-        return self.problem.form.program, stream_k.choose(self.problem, target, m)
+        return self.tile(target, m)
+
+    def refusal(self, program: str, schedule: Any, target: Target, m: int) -> str:
+        of_warps = program == "multistage" and self.problem.activations == "e4m3"
+        return (e4m3_refusal(schedule, target) if of_warps else "") or super().refusal(program, schedule, target, m)
 
 
 class E4M3(Bytes):
@@ -240,7 +253,7 @@ class Grouped(Space):
     def every(self, target: Target, m: int, wide: bool = False) -> Pairs:
         form, average = self.problem.form, -(-m // self.problem.experts)
         if self._on_warps(target):
-            tiles = _multistage(self.problem, target, m, multistage.EXPERTS_TOKENS, 2 * average)
+            tiles = _multistage(self.problem, target, m, multistage.FEW_TOKENS, 2 * average)
             yield from (("multistage", s) for s in tiles)
             return
         for tokens, warpgroups, row_blocks, raster in tiles_of(self.problem, 2 * average, wide):
@@ -250,8 +263,6 @@ class Grouped(Space):
 
     def refusal(self, program: str, schedule: Any, target: Target, m: int) -> str:
         if program == "multistage":
-            if self.problem.weight == self.problem.activations:
-                return f"{program} does not multiply bytes by bytes"
             if self.problem.activations == "s4_s8":
                 return f"{program} does not multiply blocks of two precisions"
             e4m3 = self.problem.activations == "e4m3"
@@ -370,7 +381,8 @@ def e4m3_refusal(s: Multistage | SmallBatch, target: Target) -> str:
     """Why a program on mma.sync of e4m3 cannot run, or ""."""
     if not target.supports("mma.e4m3"):
         return f"{target.arch} emulates mma.sync of e4m3"
-    if isinstance(s, Multistage) and s.block_tokens >= 64 and s.row_blocks > 1:
+    held = s.row_blocks * s.block_tokens // s.token_warps if isinstance(s, Multistage) else 0
+    if held > _SETTLED or (held and s.block_tokens >= 64 and s.row_blocks > 1):
         return "products wait in registers to be scaled: one row tile for each warp from 64 tokens on"
     return ""
 
@@ -397,7 +409,8 @@ def _multistage_us(s: Multistage, problem: Gemm, target: Target, m: int) -> floa
     nbytes = blocks * problem.unit_bytes + 0.3 * s.block_tokens * 128 * problem.x_bytes
     load = nbytes * target.sms / (target.dram_gb_s * 1e3)
     mma = blocks * 64 * 128 * 2 * s.block_tokens * target.sms / (0.7 * target.tflops(problem.rate) * 1e6)
-    convert = blocks * 64 * 128 * 1.5 * s.token_warps / (_LOGIC_LANES * _CLOCK_GHZ * 1e3)
+    codes = 0 if problem.weight == problem.activations else blocks * 64 * 128
+    convert = codes * 1.5 * s.token_warps / (_LOGIC_LANES * _CLOCK_GHZ * 1e3)
     latency = 1.2 / s.stages
     unit = max(busy * max(load, mma, convert), latency)
     fix_up = (1.0 + 0.2 * s.kc) * (s.kc > 1)

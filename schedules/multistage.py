@@ -9,8 +9,9 @@ from terrazzo.lowering.targets import Target
 from terrazzo.schedules.problem import Gemm
 
 BLOCK_TOKENS = (32, 64, 128)
-EXPERTS_TOKENS = (16, *BLOCK_TOKENS)
-"""Experts have no program for small batches; products of 16 tokens cost as much as reading the weights."""
+FEW_TOKENS = (16, *BLOCK_TOKENS)
+"""Of experts and of W8A8, which have no program for small batches; products of 16 tokens cost as much as reading the
+weights."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,12 @@ class Multistage:
         return asdict(self)
 
 
-def choose(problem: Gemm, target: Target, m: int) -> Multistage:
-    """Tile by tokens, k split so that the bucket's first tiles fill the SMs twice (once with tiles of 128 tokens)."""
-    tokens = next((t for t in BLOCK_TOKENS if m <= t), BLOCK_TOKENS[-1])
-    schedule, waves = _made(problem)(problem, target, m, tokens)
+def choose(problem: Gemm, target: Target, m: int, tiles: tuple[int, ...] = BLOCK_TOKENS) -> Multistage:
+    """Tile by tokens, one of `tiles`, k split so that the bucket's first tiles fill the SMs twice (once with tiles of
+    128 tokens)."""
+    tokens = next((t for t in tiles if m <= t), tiles[-1])
+    schedule, waves = _made(problem)(problem, target, m, max(tokens, BLOCK_TOKENS[0]))
+    schedule = replace(schedule, block_tokens=tokens)
     # the kernel serves a bucket: its split depends on the bucket's widest M, not on m
     kc = waves * target.sms // schedule.tiles(problem, tokens) if m <= 128 else 1
     return replace(schedule, kc=max(1, min(8, kc, problem.units)))
@@ -79,7 +82,7 @@ def _made(problem: Gemm) -> Callable[[Gemm, Target, int, int], tuple[Multistage,
 
 
 def choose_for_experts(problem: Gemm, target: Target, tokens: int, reached: int) -> Multistage:
-    """Tile of so many tokens, one of EXPERTS_TOKENS; k split so that the tiles of `reached` experts fill the SMs
+    """Tile of so many tokens, one of FEW_TOKENS; k split so that the tiles of `reached` experts fill the SMs
     twice."""
     made = _made(problem)
     if tokens == 128:

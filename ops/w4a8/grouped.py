@@ -144,15 +144,8 @@ def check(
     dequantization: str,
 ) -> None:
     """What a call is asked before x [M, K] is quantized."""
-    grouped.check_once(w)
-    grouped.check_rows(shape, w.k)
-    launching.check_tokens(shape[0])
-    check_choices(w, bias, out_dtype, dequantization)
-    grouped.check_offsets(expert_offsets, len(w), device)
-    if bias is not None:
-        grouped.check_bias(bias, len(w), w.n, None, device)
-    if out is not None:
-        launching.check_out(out, (shape[0], w.n), out_dtype, device)
+    choices = lambda: check_choices(w, bias, out_dtype, dequantization)
+    grouped.check_call(shape, device, w, expert_offsets, bias, out, out_dtype, choices)
 
 
 def check_choices(w: GroupedWeight, bias: torch.Tensor | None, out_dtype: torch.dtype, dequantization: str) -> None:

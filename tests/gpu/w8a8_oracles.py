@@ -5,6 +5,8 @@
     random    16-bit activations through the whole operator, inside the bound at every element
 
 Each run writes into NaN (int32: garbage) between guard rows that must survive, and is repeated: same bits.
+
+With TERRAZZO_TEST_TARGET=sm_80 the weights are packed for that target: kernels on mma.sync, through PTX.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from oracles import TARGET
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import quantized, w8a8
 from terrazzo.ops.quantized import BlockQuantizedActivations, QuantizedActivations
-from terrazzo.ops.w4a8.w8a8 import activations, reference
+from terrazzo.ops.w4a8.w8a8 import activations, grouped, op, reference
 
 DEVICE = "cuda"
 FORMS = {
@@ -91,7 +94,7 @@ def canonical(spec: Spec, kind: str) -> w8a8.QuantizedWeight:
 
 @lru_cache
 def packed(spec: Spec, kind: str) -> w8a8.PackedWeight:
-    return canonical(spec, kind).pack()
+    return canonical(spec, kind).pack(target=TARGET)
 
 
 def exact_activations(case: Case) -> QuantizedActivations | BlockQuantizedActivations:
@@ -171,15 +174,15 @@ class Grouped:
         return (torch.float16, torch.bfloat16)[self.spec.n % 2]
 
     def requests(self) -> list:
-        w, target, facts = self.experts()[0].pack(), Target.detect(), dict(bias=self.spec.bias, target="sm_90a")
-        zeros, dtype = activations.has_zeros(w), str(self.dtype).removeprefix("torch.")
-        facts |= dict(m=self.m, codes=w.codes, block=w.block, zeros=zeros, accumulate=self.accumulate)
-        outs = (dtype, "int32") if w.codes == "int8" else (dtype,)
-        size = (w.n, w.k, len(self.counts))
-        found = [
-            it for out in outs for it in w8a8.grouped_requests(*size, out_dtype=out, **facts | raw_bias(out, facts))
-        ]
-        return [*found, activations.requests(w, self.m, dtype, Target.parse("sm_90a"), target)]
+        w, device = self.experts()[0].pack(target=TARGET), Target.detect()
+        at, dtype = Target.parse(TARGET or "sm_90a"), str(self.dtype).removeprefix("torch.")
+        numerics = op.numerics_of(w.codes, w.block, activations.has_zeros(w), self.accumulate)
+        facts, found = dict(numerics=numerics, target=at, device=device), []
+        for out in (dtype, "int32") if w.codes == "int8" else (dtype,):
+            bias = self.spec.bias and out != "int32"
+            plan = grouped.plan(self.m, w.n, w.k, len(self.counts), out_dtype=out, bias=bias, **facts)
+            found.append(plan.request)
+        return [*found, activations.requests(w, self.m, dtype, at, device)]
 
     def experts(self) -> list[w8a8.QuantizedWeight]:
         made = []
@@ -191,15 +194,10 @@ class Grouped:
         return made
 
 
-def raw_bias(out: str, facts: dict) -> dict:
-    """int32 sums have no bias."""
-    return {"bias": facts["bias"] and out != "int32"}
-
-
 def check_grouped(case: Grouped) -> None:
     """Each expert's rows are inside the bound of its product, or exact; all others stay; two runs give the same."""
     experts = case.experts()
-    w = w8a8.GroupedWeight.stack([one.pack() for one in experts])
+    w = w8a8.GroupedWeight.stack([one.pack(target=TARGET) for one in experts])
     edges = torch.tensor([2, *case.counts]).cumsum(0)
     offsets, k = edges.int().to(DEVICE), case.spec.k
     x = torch.randn(case.m, k, generator=torch.Generator().manual_seed(case.m)).to(case.dtype).to(DEVICE)

@@ -134,6 +134,9 @@ def _w8a8() -> Calls:
         for m in (64, 1024):
             call = partial(w8a8.kernel_requests, N, K, m=m, dtype=None, out_dtype="bfloat16", target="sm_90a", **facts)
             yield f"w8a8 {name} sm_90a m={m}", call
+    for name, target, own in zip(("int8", "e4m3", "e4m3 blocks"), ("sm_80", "sm_89", "sm_89"), (it for _, it in forms)):
+        call = partial(w8a8.kernel_requests, N, K, m=64, dtype=None, out_dtype="bfloat16", target=target, **own)
+        yield f"w8a8 {name} {target} m=64", call
     yield "w8a8 e4m3 blocks sm_90a grouped m=16", partial(w8a8.grouped_requests, N, K, 8, m=16, **facts)
 
 

@@ -14,13 +14,16 @@ Sums are int32; with e4m3 they are float32, and a tensor-core instruction's own 
 core keeps about 14 bits of them), after which they are scaled by the factors of the group and added. With kc > 1 the
 CTAs of a tile share k; the last to arrive adds the kc partial tiles.
 
+Weights of bytes (W8A8) are operands as they lie: ldmatrix fetches the fragments of the next pass in the place of a
+conversion (`direct_warps`).
+
 With experts, a CTA finds its own as in ops/linear/multistage.py.
 """
 
 from types import SimpleNamespace
 from typing import Any
 
-from terrazzo.ops.linear.bytes import fp8_problem
+from terrazzo.ops.linear.bytes import direct_warps, fp8_problem
 from terrazzo.ops.linear.bytes.operand import operand_macros as byte_macros
 from terrazzo.ops.linear.bytes.problem import BLOCK_WORDS, RECORD_BYTES, UNIT_K, Gemm
 from terrazzo.ops.tiles import mma_tiles
@@ -62,7 +65,8 @@ def build(
     `out_dtype`. With kc > 1, WS int32 [tiles, kc, A/4, 32 * warps, 4] with A = row_blocks * block_tokens / token_warps
     / 2, and SEM int32 [tiles], zero before the first launch and after each one, where tiles is ceil(M / block_tokens) *
     ceil(Np / rows of a CTA) or more; with kc = 1 they are unused, [1, 1, 1, 1, 4] and [1]. With `dequantization`
-    "e4m3", the bytes of X are e4m3, RS [1] is not read, and WS is f32.
+    "e4m3", the bytes of X are e4m3, RS [1] is not read, and WS is f32. Those of `direct.NUMERICS` take S, XS and RS as
+    `stream_k` does.
 
     With E = `experts`, W, S and B hold one matrix after the other: [E * Kp/128, ...], [E * Np], [E * n]; expert e owns
     the rows offsets[e] .. offsets[e + 1] - 1 of X and Y, in ascending order. Rows of no expert are not written. Token
@@ -125,6 +129,7 @@ def store_macros(gemm: Gemm, shape: Tile, experts: int) -> SimpleNamespace:
 
     rb, pairs, blocks, pitch = shape.row_blocks, shape.pairs, shape.blocks, shape.out_pitch
     n, raw, unsigned, bf16 = gemm.n, gemm.raw, gemm.unsigned, gemm.out_dtype == "bfloat16"
+    zeros, of_matrix = gemm.zeros, gemm.row_blocks * 64
     out = mma_tiles.out_macros(shape, n=n, vec=2)
     first = lambda c, count: c.expert[0] * count if experts else 0  # of the expert's rows
     end = lambda c, Y: c.end[0] if experts else Y.shape[0]
@@ -132,6 +137,7 @@ def store_macros(gemm: Gemm, shape: Tile, experts: int) -> SimpleNamespace:
     def state() -> SimpleNamespace:
         return SimpleNamespace(
             s=T.alloc_local((rb * 2,), "float32"),
+            w=T.alloc_local((rb * 2,), "int32") if zeros else None,
             b=T.alloc_local((rb * 2,), "float32"),
             x=T.alloc_local((4,), "float32"),
             r=T.alloc_local((4,), "int32"),
@@ -144,10 +150,17 @@ def store_macros(gemm: Gemm, shape: Tile, experts: int) -> SimpleNamespace:
         """16 tokens at a time: scaled, transposed in registers, staged by the warp, written 16 bytes a lane; raw sums
         as they are."""
         row0 = c.rows[0] * (blocks * 64) + tile * 16
+        if zeros:
+            for i in T.unroll(rb * 2):
+                row = row0 + i // 2 * 16 + i % 2 * 8 + lane // 4
+                held.w[i] = T.cast(S[first(c, 2 * of_matrix) + of_matrix + T.min(row, of_matrix - 1)], "int32")
         if not raw:
             for i in T.unroll(rb * 2):
                 row = row0 + i // 2 * 16 + i % 2 * 8 + lane // 4
-                held.s[i] = S[first(c, gemm.row_blocks * 64) + T.min(row, gemm.row_blocks * 64 - 1)]
+                if gemm.blocks:
+                    held.s[i] = 1.0  # entered the sums
+                else:
+                    held.s[i] = S[first(c, gemm.channels * of_matrix) + T.min(row, of_matrix - 1)]
                 if gemm.bias:
                     held.b[i] = B[first(c, n) + T.min(row, n - 1)]
                 else:
@@ -156,9 +169,11 @@ def store_macros(gemm: Gemm, shape: Tile, experts: int) -> SimpleNamespace:
             token0 = c.tokens[0] + column * shape.tokens + p * 16
             for i in T.unroll(4):
                 token = T.min(token0 + i // 2 * 8 + lane % 4 * 2 + i % 2, Y.shape[0] - 1)
-                if not raw:
+                if gemm.blocks:
+                    held.x[i] = 1.0
+                elif not raw:
                     held.x[i] = XS[token]
-                if unsigned:
+                if unsigned or zeros:
                     held.r[i] = RS[token]
             syncwarp()
             for m in T.unroll(rb):
@@ -166,6 +181,8 @@ def store_macros(gemm: Gemm, shape: Tile, experts: int) -> SimpleNamespace:
                     at = (m * pairs + p) * 8 + i
                     if unsigned:
                         acc[at] = acc[at] - held.r[i // 4 * 2 + i % 2] * 128
+                    if zeros:
+                        acc[at] = acc[at] - held.r[i // 4 * 2 + i % 2] * held.w[m * 2 + i % 4 // 2]
                     if raw:
                         token = token0 + i // 4 * 8 + lane % 4 * 2 + i % 2
                         row = row0 + m * 16 + i % 4 // 2 * 8 + lane // 4
@@ -217,7 +234,7 @@ def program(
     Raises:
         ArgumentError: a configuration outside these limits, or one that needs more than 255 registers.
     """
-    e4m3 = gemm.dequantization == fp8_problem.E4M3
+    e4m3 = gemm.float_sums and gemm.dequantization != "fast"
     config = dict(block_tokens=block_tokens, warps=warps, row_blocks=row_blocks, token_warps=token_warps)
     shape, need = Tile(**config), shared_bytes(gemm, **config, stages=stages, kc=kc)
     most = (MOST_E4M3 if e4m3 else MOST_SUMS) * 2
@@ -230,19 +247,21 @@ def tile_program(gemm: Gemm, shape: Tile, *, stages: int, kc: int, raster: int, 
     import tilelang.language as T
 
     n, k, e4m3, rb, threads = gemm.n, gemm.k, gemm.dequantization == fp8_problem.E4M3, shape.row_blocks, shape.threads
+    converts, scaled, channels = gemm.converts, gemm.blocks, gemm.channels
     units, all_blocks, ig, unit_words = gemm.units, gemm.row_blocks, gemm.groups, gemm.unit_words
     pairs, nacc, blocks = shape.pairs, shape.sums, shape.blocks
     row_tiles = -(-all_blocks // blocks)
     run = 4 // ig  # passes of a stage with the same parameters
-    operand = fp8_problem.operand_macros(gemm) if e4m3 else byte_macros(gemm)
-    sum_type = "float32" if e4m3 else "int32"
+    operand = fp8_problem.operand_macros(gemm) if gemm.float_sums else byte_macros(gemm)
+    sum_type = "float32" if gemm.float_sums else "int32"
     tiles = mma_tiles.place_macros(shape, row_tiles=row_tiles, raster=raster, experts=experts)
     xs = mma_tiles.x_macros(shape, k=k, stage_k=UNIT_K)
     ws = mma_tiles.unit_macros(shape, row_blocks=all_blocks, unit_words=unit_words)
     partial = mma_tiles.partial_macros(shape, kc=kc, dtype=sum_type)
-    used = ("cp_async", "lds", "ldmatrix", "pack", "semaphore", "int8", *(["e4m3"] if e4m3 else []))
+    used = ("cp_async", "lds", "ldmatrix", "pack", "semaphore", "int8", *(["e4m3"] if gemm.float_sums else []))
     found = [mma_tiles.EXPERTS_SOURCE] if experts else []
-    source = prelude(*used, extra=(mma_tiles.SOURCE, gemm.converter.device_source, *found))
+    found += [direct_warps.SOURCE] if not converts and gemm.float_sums else []
+    source = prelude(*used, extra=(mma_tiles.SOURCE, *([gemm.converter.device_source] if converts else []), *found))
     M, TILES, matrices = T.dynamic("m"), T.dynamic("tiles"), max(experts, 1)
     token_blocks, end = tiles.token_blocks(M), lambda c: c.end[0] if experts else M
 
@@ -252,7 +271,14 @@ def tile_program(gemm: Gemm, shape: Tile, *, stages: int, kc: int, raster: int, 
         xs.issue(X, Xs, "tz_cp_async", c.tokens[0], unit, slot, tx, end(c))
         ws.issue(W, Ws, c, c.expert[0] * units + unit if experts else unit, slot, tx)
 
-    weights = operand_macros(gemm, shape, operand)
+    weights = operand_macros(gemm, shape, operand) if converts else direct_warps.operand_macros(gemm, shape)
+
+    @T.macro
+    def fetch(held, S, XS, c, unit, tile, column, lane, m):
+        """The scales of 128 k."""
+        rows, token = c.rows[0] * (blocks * 4) + tile, c.tokens[0] + column * shape.tokens + lane % 4 * 2
+        weights.fetch(held, S, XS, c.expert[0] if experts else 0, unit, rows, token, m)
+
     out = store_macros(gemm, shape, experts)
 
     @T.macro
@@ -260,11 +286,16 @@ def tile_program(gemm: Gemm, shape: Tile, *, stages: int, kc: int, raster: int, 
         with T.Kernel(token_blocks * row_tiles, kc, threads=threads, prelude=source) as (bx, bz):
             Xs = T.alloc_shared((shape.x_bytes(stages),), "int8")
             Ws = T.alloc_shared((stages * blocks * unit_words,), "int32")
-            w = T.alloc_local((rb * 4,), "uint32")
+            w = T.alloc_local((rb * 4,), "uint32") if converts else None
             a = T.alloc_local((rb * 8,), "uint32")
             x = T.alloc_local((pairs * 4,), "uint32")
-            v = T.alloc_local((rb * 2,), "float32") if e4m3 else T.alloc_local((rb * 4,), "uint32")
-            o = T.alloc_local((2,), "uint32")
+            if not converts:
+                v = weights.scales()
+            elif e4m3:
+                v = T.alloc_local((rb * 2,), "float32")
+            else:
+                v = T.alloc_local((rb * 4,), "uint32")
+            o = T.alloc_local((2,), "uint32") if converts else None
             acc = T.alloc_local((nacc,), sum_type)
             held = out.state()
             c = scalars("tokens", "rows", "count", "slot", "free", *(["expert", "end"] if experts else []))
@@ -288,14 +319,23 @@ def tile_program(gemm: Gemm, shape: Tile, *, stages: int, kc: int, raster: int, 
             c.slot[0] = 0
             cp_wait(stages - 1)
             T.sync_threads()
-            weights.load_words(Ws, w, 0, 0, tile, lane)
-            weights.load_params(Ws, v, 0, 0, tile, lane)
+            if converts:
+                weights.load_words(Ws, w, 0, 0, tile, lane)
+                weights.load_params(Ws, v, 0, 0, tile, lane)
             for p in T.unroll(pairs):
                 xs.load(Xs, x, 0, 0, p, column, lane)
             for m in T.unroll(rb):
-                weights.convert(w, a, v, o, m, 0)
+                if converts:
+                    weights.convert(w, a, v, o, m, 0)
+                else:
+                    weights.load(Ws, a, 0, 0, 0, m, tile, lane)
+            if scaled:
+                fetch(v, S, XS, c, k0, tile, column, lane, M)
 
             for unit in T.serial(kn):
+                if scaled:
+                    weights.turn(v)
+                    fetch(v, S, XS, c, k0 + T.min(unit + 1, kn - 1), tile, column, lane, M)
                 for j in T.unroll(4):
                     if j == 3:  # this stage has been read, the next one is complete
                         cp_wait(stages - 2)
@@ -305,22 +345,27 @@ def tile_program(gemm: Gemm, shape: Tile, *, stages: int, kc: int, raster: int, 
                         if unit + stages < kn:
                             issue(X, W, Xs, Ws, c, k0 + unit + stages, c.free[0], tx)
                         cp_commit()
-                    if j % 2 == 1:
+                    if converts and j % 2 == 1:
                         weights.load_words(Ws, w, c.slot[0], (j + 1) % 4 // 2, tile, lane)
-                    if not e4m3 and (j + 1) % run == 0:  # of what is converted now
+                    if converts and not e4m3 and (j + 1) % run == 0:  # of what is converted now
                         weights.load_params(Ws, v, c.slot[0], (j + 1) % 4 // run, tile, lane)
                     for p in T.unroll(pairs):
                         for m in T.unroll(rb):
                             for e in T.unroll(2):
                                 to, at = ((m * pairs + p) * 2 + e) * 4, (j % 2 * rb + m) * 4
-                                if e4m3:
+                                if not converts:
+                                    weights.mma(acc, to, a, at, x, p * 4 + e * 2, v, m, p * 2 + e)
+                                elif e4m3:
                                     operand.mma(acc, to, a, at, x, p * 4 + e * 2, v, m * 2)
                                 else:
                                     operand.mma(acc, to, a, at, x, p * 4 + e * 2)
                         xs.load(Xs, x, c.slot[0], (j + 1) % 4, p, column, lane)
                         for m in T.unroll(rb):
                             if m * pairs // rb == p:
-                                weights.convert(w, a, v, o, m, j + 1)
+                                if converts:
+                                    weights.convert(w, a, v, o, m, j + 1)
+                                else:
+                                    weights.load(Ws, a, c.slot[0], (j + 1) % 4, (j + 1) % 2, m, tile, lane)
                     if e4m3 and (j + 1) % run == 0:  # of what is multiplied next
                         weights.load_params(Ws, v, c.slot[0], (j + 1) % 4 // run, tile, lane)
             T.sync_threads()  # the staged output shares memory with X
@@ -335,9 +380,9 @@ def tile_program(gemm: Gemm, shape: Tile, *, stages: int, kc: int, raster: int, 
     tensors = (
         T.Tensor((M, k), "int8"),
         T.Tensor((matrices * units, all_blocks, unit_words), "int32"),
-        T.Tensor((matrices * all_blocks * 64,), "float32"),
-        T.Tensor((M,), "float32"),
-        T.Tensor((1 if e4m3 else M,), "int32"),
+        T.Tensor((matrices * units, all_blocks * 4) if scaled else (matrices * all_blocks * 64 * channels,), "float32"),
+        T.Tensor((units, T.dynamic("mp")) if scaled else (M,), "float32"),
+        T.Tensor((M if gemm.row_values else 1,), "int32"),
         T.Tensor((matrices * n if gemm.bias else 1,), "float32"),
         T.Tensor((TILES, kc, nacc // 4, threads, 4) if kc > 1 else (1, 1, 1, 1, 4), sum_type),
         T.Tensor((TILES,) if kc > 1 else (1,), "int32"),

@@ -1,4 +1,4 @@
-"""Grouped W8A8 GEMM: the tokens of many experts, each with a weight of its own, in one persistent kernel."""
+"""Grouped W8A8 GEMM: the tokens of many experts, each with a weight of its own, in one launch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from terrazzo.ops import derived, grouped, launching, quantized
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.linear.bytes import fp8_problem
-from terrazzo.ops.linear.bytes import stream_k as program
+from terrazzo.ops.linear.bytes import multistage as multistage_program
+from terrazzo.ops.linear.bytes import stream_k as stream_k_program
 from terrazzo.ops.w4a8.w8a8 import op
 from terrazzo.ops.w4a8.w8a8.format import BLOCK, CODES, check_target
-from terrazzo.schedules import linear_spaces, records, spaces
+from terrazzo.schedules import linear_spaces, multistage, records, spaces
 
 if TYPE_CHECKING:
     import torch
@@ -23,26 +24,33 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=1024)
 def plan(
-    m: int, n: int, k: int, experts: int, *, numerics: str, out_dtype: str, bias: bool, target: Target
-) -> Plan:  # fmt: skip
-    """Kernel and launch sizes for m >= 1 tokens of all experts together; `numerics` as of `op.plan`."""
+    m: int,
+    n: int,
+    k: int,
+    experts: int,
+    *,
+    numerics: str,
+    out_dtype: str,
+    bias: bool,
+    target: Target,
+    device: Target | None = None,
+) -> Plan:
+    """Kernel and launch sizes for m >= 1 tokens of all experts together; `numerics`, `device` as of `op.plan`."""
     grouped.check_experts(experts)
     raw, k16 = out_dtype == "int32", quantized.padded(k)
     common = dict(n=n, k=k16, group=BLOCK, out_dtype=out_dtype, dequantization=numerics, bias=bias and not raw)
     fp8_problem.of(**common)
     check_target(target, "int8" if numerics.startswith("s8") else "e4m3")
-    op.check_wgmma(target)
     gemm = op.problem(n, k, numerics, out_dtype, experts)
     facts = tuning_facts(n, k, experts, out_dtype, numerics)
-    _, s = spaces.choose(linear_spaces.of(gemm), operator_of(numerics), facts, target, m)
+    name, s = spaces.choose(linear_spaces.of(gemm), operator_of(numerics), facts, target, m, device)
     params = common | s.params() | {"experts": experts}
-    entry = f"{program.__name__}:build"
-    return Plan(
-        KernelRequest("w8a8.grouped", entry, tuple(params.items()), target, program.PASS_CONFIGS),
-        (target.sms, s.cta_blocks, s.block_tokens // 8, 128, 4),
-        (target.sms, s.flags),
-        (),
-    )
+    program = multistage_program if name == "multistage" else stream_k_program
+    facts = (f"{program.__name__}:build", tuple(params.items()), target, program.PASS_CONFIGS)
+    request = KernelRequest("w8a8.grouped", *facts, launching.ptx_flags(target, device))
+    if name == "multistage":
+        return Plan(request, *multistage.launch_sizes(s, gemm, m), ())
+    return Plan(request, (target.sms, s.cta_blocks, s.block_tokens // 8, 128, 4), (target.sms, s.flags), ())
 
 
 def operator_of(numerics: str) -> str:
@@ -76,7 +84,7 @@ def grouped_requests(
         codes, block, zeros, accumulate, out_dtype: see `kernel_requests`. bias: whether one is added.
 
     Raises:
-        ArgumentError: a value that no kernel serves, or a target without warpgroup instructions.
+        ArgumentError: a value that no kernel serves, or e4m3 on a target without it.
         TargetError: an unknown target.
     """
     launching.check_shape(n, k)
@@ -105,15 +113,8 @@ def check(
     accumulate: str,
 ) -> None:
     """What a call is asked before x [M, K] is quantized."""
-    grouped.check_once(w)
-    grouped.check_rows(shape, w.k)
-    launching.check_tokens(shape[0])
-    check_choices(w, bias, out_dtype, accumulate)
-    grouped.check_offsets(expert_offsets, len(w), device)
-    if bias is not None:
-        grouped.check_bias(bias, len(w), w.n, None, device)
-    if out is not None:
-        launching.check_out(out, (shape[0], w.n), out_dtype, device)
+    choices = lambda: check_choices(w, bias, out_dtype, accumulate)
+    grouped.check_call(shape, device, w, expert_offsets, bias, out, out_dtype, choices)
 
 
 def check_choices(w: GroupedWeight, bias: torch.Tensor | None, out_dtype: torch.dtype, accumulate: str) -> None:
@@ -185,9 +186,10 @@ def _prepare(key: tuple, x: op.Activations, w: GroupedWeight) -> tuple:
         raise launching.elsewhere(x.q, w.device)
     if m == 0:
         return ()
-    target, _ = launching.targets(packed_for, device)
+    target, runs_on = launching.targets(packed_for, device)
     out = str(out_dtype).removeprefix("torch.")
-    chosen = plan(m, n, k, experts, numerics=numerics, out_dtype=out, bias=not no_bias, target=target)
+    facts = dict(numerics=numerics, out_dtype=out, bias=not no_bias, target=target, device=runs_on)
+    chosen = plan(m, n, k, experts, **facts)
     sums = "int32" if numerics.startswith("s8") else "float32"
     kernel, workspace, semaphores, _ = launching.ready(chosen, m, device, stream, "w8a8.grouped_gemm", sums)
     found = _launchers[key] = (kernel, workspace, semaphores, *launching.stand_ins(device, torch.float32, torch.int32))

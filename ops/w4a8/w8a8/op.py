@@ -12,12 +12,13 @@ from terrazzo.lowering.targets import Target
 from terrazzo.ops import derived, launching, quantized, weights
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.linear.bytes import fp8_problem
-from terrazzo.ops.linear.bytes import stream_k as program
+from terrazzo.ops.linear.bytes import multistage as multistage_program
+from terrazzo.ops.linear.bytes import stream_k as stream_k_program
 from terrazzo.ops.linear.sizes import shapeless
 from terrazzo.ops.quantized import BlockQuantizedActivations, QuantizedActivations
 from terrazzo.ops.w4a8.w8a8 import activations as w8_activations
 from terrazzo.ops.w4a8.w8a8.format import BLOCK, CODES, PackedWeight, check_target
-from terrazzo.schedules import linear_spaces, records, spaces, stream_k
+from terrazzo.schedules import linear_spaces, multistage, records, spaces, stream_k
 from terrazzo.schedules.problem import Gemm
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ OUT_DTYPES = ("float16", "bfloat16", "int32")
 OPERATORS = {"s8": "w8a8", "s8_zeros": "w8a8", "promoted": "w8a8_fp8", "fast": "w8a8_fp8", "block": "w8a8_fp8"}
 """Numerics -> the name under which records are kept."""
 Activations = QuantizedActivations | BlockQuantizedActivations
+Schedule = stream_k.StreamK | multistage.Multistage
 
 
 def numerics_of(codes: str, block: bool, zeros: bool, accumulate: str) -> str:
@@ -69,7 +71,7 @@ def plan(
     bias: bool,
     target: Target,
     device: Target | None = None,
-    schedule: stream_k.StreamK | None = None,
+    schedule: Schedule | None = None,
 ) -> Plan:
     """Kernel and launch sizes for M = m >= 1. `device` is the GPU that runs it where that is newer than `target`.
 
@@ -81,13 +83,17 @@ def plan(
     )
     fp8_problem.of(**common)
     check_target(target, "int8" if numerics.startswith("s8") else "e4m3")
-    check_wgmma(target)
     gemm = problem(n, k, numerics, out_dtype)
     facts = tuning_facts(n, k, out_dtype, numerics)
     s = schedule or spaces.choose(linear_spaces.of(gemm), OPERATORS[numerics], facts, target, m, device)[1]
-    params = shapeless(common | s.params(), 4 if raw else 2)
-    flags, entry = launching.ptx_flags(target, device), f"{program.__name__}:build"
-    request = KernelRequest("w8a8.stream_k", entry, tuple(params.items()), target, program.PASS_CONFIGS, flags)
+    on_warps, params = isinstance(s, multistage.Multistage), common | s.params()
+    program = multistage_program if on_warps else stream_k_program
+    params = params if on_warps else shapeless(params, 4 if raw else 2)
+    name, entry = f"w8a8.{program.__name__.rpartition('.')[2]}", f"{program.__name__}:build"
+    flags = launching.ptx_flags(target, device)
+    request = KernelRequest(name, entry, tuple(params.items()), target, program.PASS_CONFIGS, flags)
+    if on_warps:
+        return Plan(request, *multistage.launch_sizes(s, gemm, m), ())
     part = stream_k.partition(s, gemm, device or target, m)
     return Plan(request, *s.workspace(part.grid), (part.shared,))
 
@@ -112,15 +118,9 @@ def check_flags(codes: str, block: bool, zeros: bool, static: bool = False) -> N
 
 
 def runs_on(target: Target | None, codes: str) -> bool:
-    """Whether a target (None: any) has a program that multiplies such bytes, "int8" or "e4m3"."""
-    return target is None or target.supports("wgmma.s8" if codes == "int8" else "wgmma.e4m3")
-
-
-def check_wgmma(target: Target) -> None:
-    """Raise ArgumentError unless the target has warpgroup instructions of bytes."""
-    if not target.supports("wgmma.s8"):
-        remedy = "multiply 16-bit activations there: terrazzo.ops.w8a16 (int8), terrazzo.ops.fp8 (e4m3)"
-        raise ArgumentError("target", target.arch, "has no W8A8 program yet (sm_90a does)", remedy)
+    """Whether a target (None: any) multiplies such bytes, "int8" or "e4m3", natively."""
+    rate = "s8" if codes == "int8" else codes
+    return target is None or any(target.supports(f"{kind}.{rate}") for kind in ("wgmma", "mma"))
 
 
 def kernel_requests(

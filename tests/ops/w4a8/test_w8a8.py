@@ -9,6 +9,7 @@ from terrazzo.layouts import Fragment, get_instance
 from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import quantized, w8a8
+from terrazzo.ops.linear.bytes import direct, multistage
 from terrazzo.ops.quantized import QuantizedActivations
 from terrazzo.ops.w4a8.w8a8 import activations, op, reference, torch_op
 
@@ -167,7 +168,7 @@ SCALES = (1e-50, 1e-40, 1e39, 10**400, float("nan"), -1.0, True, torch.tensor(Tr
         (lambda: w8a8.pack(E4M3, torch.ones(64), target="sm_80"), "target"),
         (lambda: w8a8.quantize(float_weight(), granularity="block"), "granularity"),
         (lambda: w8a8.quantize(float_weight(), codes="int4"), "codes"),
-        (lambda: w8a8.kernel_requests(64, 128, target="sm_80"), "target"),
+        (lambda: w8a8.kernel_requests(64, 128, codes="e4m3", target="sm_80"), "target"),
         (lambda: w8a8.kernel_requests(64, 128, codes="e4m3", out_dtype="int32", target="sm_90a"), "out_dtype"),
         (lambda: w8a8.kernel_requests(64, 128, accumulate="fast", target="sm_90a"), "accumulate"),
         (lambda: w8a8.kernel_requests(64, 128, codes="e4m3", zeros=True, target="sm_90a"), "codes"),
@@ -266,12 +267,34 @@ def test_kernels_of_experts_are_known_ahead():
         assert 3 < len(every) < 40 and {it.name for it in every} == {"w8a8.grouped"}, name
         assert set(w8a8.grouped_requests(2048, 1024, 8, m=(3, 4000), **own)) <= set(every), name
     for change, argument in (
-        (dict(target="sm_89"), "target"), (dict(block=True), "codes"), (dict(accumulate="fast"), "accumulate"),
-        (dict(codes="e4m3", out_dtype="int32"), "out_dtype"), (dict(codes="s4"), "codes"),
+        (dict(codes="e4m3", target="sm_86"), "target"), (dict(block=True), "codes"),
+        (dict(accumulate="fast"), "accumulate"), (dict(codes="s4"), "codes"),
+        (dict(codes="e4m3", out_dtype="int32"), "out_dtype"),
     ):  # fmt: skip
         with pytest.raises(ArgumentError) as error:
             w8a8.grouped_requests(256, 256, 4, m=1, **change)
         assert error.value.argument == argument, change
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_120a"])
+def test_targets_without_wgmma_multiply_bytes_on_warps(target):
+    """Every M and every form that the target has instructions for, experts too, by legal schedules."""
+    at = Target.parse(target)
+    for name, facts in KINDS.items():
+        codes, block = facts.get("codes", "int8"), facts.get("granularity") == "block"
+        if not op.runs_on(at, codes):
+            continue
+        own = dict(codes=codes, block=block, zeros="asymmetric" in facts)
+        dense = w8a8.kernel_requests(4096, 4096, **own, target=target, dtype=None)
+        assert {it.name for it in dense} == {"w8a8.multistage"}, name
+        for request in (*dense, *w8a8.grouped_requests(2048, 1024, 8, **own, target=target)):
+            params = dict(request.params)
+            gemm = direct.Gemm(params["n"], params["k"], 128, params["out_dtype"], params["dequantization"], False)
+            tile = {field: params[field] for field in ("block_tokens", "warps", "row_blocks", "token_warps")}
+            rest = {field: params[field] for field in ("stages", "kc")}
+            need = multistage.shared_bytes(gemm, **tile, **rest)
+            most = 2 * (multistage.MOST_E4M3 if codes == "e4m3" else multistage.MOST_SUMS)
+            multistage.Tile(**tile).check(**rest, units=gemm.units, most=most, need=need, target=at)
 
 
 def test_rows_of_block_activations_keep_their_scales():

@@ -1,4 +1,5 @@
-"""Machine code of W8A8: both operands by descriptor, four products for each group, nothing spilled or serialized."""
+"""Machine code of W8A8: both operands by descriptor, four products for each group, nothing spilled or serialized; on
+mma.sync the native instruction."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import find_nvcc
 from terrazzo.ops.linear.bytes import stream_k
+from terrazzo.ops.w4a8.w8a8 import op
 
 FACTS = dict(n=448, k=640, group=128, out_dtype="bfloat16", bias=True, raster=8, cluster=1)
 CASES = {  # numerics, tokens, warpgroups, row blocks, stages, opcode
@@ -39,6 +41,27 @@ def test_machine_code(name):
     assert list(report.tensor_instructions) == [CASES[name][-1]]
     groups, products = report.count(r"WARPGROUP\.ARRIVE"), report.count(CASES[name][-1][:5])
     assert products % groups == 0 and products // groups in (4, 8), "ptxas serializes wgmma"
+
+
+WARPS = {  # numerics, target, M, opcode
+    "int8 on sm_80": ("s8", "sm_80", 512, "IMMA.16832.S8.S8"),
+    "blocks on sm_89": ("block", "sm_89", 64, "QMMA.16832.F32.E4M3.E4M3"),
+    "promoted on sm_120a": ("promoted", "sm_120a", 16, "QMMA.16832.F32.E4M3.E4M3"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.compiles
+@pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
+@pytest.mark.parametrize("name", WARPS)
+def test_machine_code_on_warps(name):
+    numerics, target, m, opcode = WARPS[name]
+    facts = dict(numerics=numerics, out_dtype="bfloat16", bias=False, target=Target.parse(target))
+    report = KernelReport.read(compile_request(op.plan(m, 4096, 4096, **facts).request) / "report.json")
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+    if not report.instructions:
+        pytest.skip(report.note)
+    assert list(report.tensor_instructions) == [opcode]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,93 @@
+"""Products whose operands both come from shared memory, on mma.sync (`multistage`): forms are those of `direct`.
+
+A unit of a weight, 64 rows of 128 bytes whose 16-byte chunks are swizzled for wgmma, is free of bank conflicts for
+ldmatrix too: four 8x8 matrices of it are an A fragment. Sums of 128 k that `direct` keeps apart are those of each k32
+step here, as in W4A8 on e4m3: with `promoted` they join float32 sums, with `block` times the scales of their rows and
+tokens.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+from terrazzo.ops.linear.bytes import fp8_problem
+from terrazzo.ops.linear.bytes.direct import GROUPS, Gemm
+from terrazzo.ops.linear.bytes.operand import operand_macros as byte_macros
+from terrazzo.ops.linear.bytes.problem import UNIT_K
+from terrazzo.ops.tiles.calls import ldmatrix4
+from terrazzo.ops.tiles.mma_tiles import Tile
+
+SOURCE = """\
+// m16n8k32 of e4m3: c += f * (a b), f of tokens 2 t and 2 t + 1. One piece of asm: apart, products pile up in registers
+__device__ __forceinline__ void tz_mma_e4m3_tokens(void *c_, const void *a_, const void *b_, float f0, float f1) {
+  float *c = (float *)c_; const unsigned *a = (const unsigned *)a_, *b = (const unsigned *)b_;
+  asm volatile("{ .reg .f32 d<4>;"
+               "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {d0,d1,d2,d3},{%4,%5,%6,%7},{%8,%9},"
+               "{%12,%12,%12,%12};"
+               "fma.rn.f32 %0,d0,%10,%0; fma.rn.f32 %1,d1,%11,%1; fma.rn.f32 %2,d2,%10,%2; fma.rn.f32 %3,d3,%11,%3; }"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(f0), "f"(f1), "f"(0.0f));
+}
+// the same on sums that stay in the tensor core: c += a b
+__device__ __forceinline__ void tz_mma_e4m3_sums(void *c_, const void *a_, const void *b_) {
+  float *c = (float *)c_; const unsigned *a = (const unsigned *)a_, *b = (const unsigned *)b_;
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+"""
+"""Why not TileLang: it has no mma.sync of e4m3 on float32 sums, nor one whose products are scaled at once."""
+
+
+def operand_macros(gemm: Gemm, shape: Tile) -> SimpleNamespace:
+    """Macros `load`, an A fragment from a stage of the ring, and `mma`; of `block` also `fetch` and `turn`.
+
+    `scales()` are registers for `fetch`: scales of a warp's row tiles and of a thread's tokens, now and of the next
+    128 k; None without blocks.
+    """
+    import tilelang.language as T
+
+    rb, tokens = shape.row_blocks, shape.pairs * 4
+    row_words, unit_words = UNIT_K // 4, gemm.unit_words
+    operand = fp8_problem.operand_macros(gemm) if gemm.float_sums else byte_macros(gemm)
+
+    def scales() -> SimpleNamespace | None:
+        if not gemm.blocks:
+            return None
+        registers = {name: T.alloc_local((rb + tokens,), "float32") for name in ("now", "next")}
+        return SimpleNamespace(**registers, f=T.alloc_local((2,), "float32"))
+
+    @T.macro
+    def load(Ws, a, slot, step, half, m, tile, lane):
+        """Row tile m of 32 k into half `half` of a."""
+        row = (tile + m) % 4 * 16 + lane // 8 % 2 * 8 + lane % 8
+        chunk = (lane // 16 ^ lane % 8) ^ step * 2
+        at = slot * (shape.blocks * unit_words) + (tile + m) // 4 * unit_words + row * row_words + chunk * 4
+        ldmatrix4(a[(half * rb + m) * 4], Ws[at])
+
+    @T.macro
+    def fetch(held, S, XS, matrix, unit, row_tile, token, m):
+        """The scales of 128 k are on their way: of row tiles `row_tile` and on, of tokens `token` and on, of m."""
+        for r in T.unroll(rb):
+            held.next[r] = S[matrix * gemm.units + unit, T.min(row_tile + r, gemm.row_blocks * GROUPS - 1)]
+        for i in T.unroll(tokens):
+            held.next[rb + i] = XS[unit, T.min(token + i // 2 * 8 + i % 2, m - 1)]
+
+    @T.macro
+    def turn(held):
+        """Those that were fetched are multiplied next."""
+        for i in T.unroll(rb + tokens):
+            held.now[i] = held.next[i]
+
+    def mma(acc: Any, to: Any, a: Any, at: Any, x: Any, b: Any, held: Any, m: Any, tile: Any) -> Any:
+        """acc[to .. to + 3] += a[at .. at + 3] x[b .. b + 1], of row tile m and token tile `tile` of a warp."""
+        if not gemm.float_sums:
+            return operand.mma(acc, to, a, at, x, b)
+        operands = (T.access_ptr(acc[to], "rw", 4), T.access_ptr(a[at], "r", 4), T.access_ptr(x[b], "r", 2))
+        if gemm.blocks:
+            scaled = [held.now[rb + tile * 2 + i] * held.now[m] for i in range(2)]
+            return T.call_extern("handle", "tz_mma_e4m3_tokens", *operands, *scaled)
+        if gemm.dequantization == "promoted":
+            return T.call_extern("handle", "tz_mma_e4m3", *operands, T.float32(1), T.float32(1))
+        return T.call_extern("handle", "tz_mma_e4m3_sums", *operands)
+
+    return SimpleNamespace(scales=scales, load=load, fetch=fetch, turn=turn, mma=mma)
