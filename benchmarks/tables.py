@@ -107,8 +107,14 @@ def prefill(result: Mapping[str, Any], source: str) -> str:
 
 
 def grouped(result: Mapping[str, Any], source: str) -> str:
-    """Grouped GEMM: time, share of the copy bandwidth, ratios to torch's bf16 grouped product and vLLM's experts."""
-    rivals = {"torch_bf16": "over torch bf16", "vllm_triton": "over vLLM's int4"}
+    """Grouped GEMM: time, share of the copy bandwidth, ratios to torch's bf16 grouped product and vLLM's experts, or
+    to other ways to compute experts that are packed for another target."""
+    rivals = {"torch_bf16": "over torch bf16", "vllm_triton": "over vLLM's int4", "each_us": "over a gemm each"}
+    rivals["native_us"] = "over experts packed for this GPU"
+    packed_for = {row["packed_for"] for row in result["rows"] if "packed_for" in row}
+    what = "Grouped GEMM (MoE) beside torch's grouped bf16 product"
+    if packed_for:
+        what = f"Grouped GEMM of experts packed for {' and '.join(sorted(packed_for))}"
     rivals = {key: said for key, said in rivals.items() if any(row.get(key) for row in result["rows"])}
     lines = [
         (
@@ -120,7 +126,7 @@ def grouped(result: Mapping[str, Any], source: str) -> str:
     ]  # fmt: skip
     heads = ("layer", "rows", "operator", "us", "of copy", *rivals.values())
     table = report.markdown(heads, lines, (1, *range(3, len(heads))))
-    return f"Grouped GEMM (MoE) beside torch's grouped bf16 product, {setting(result, source)}\n\n{table}"
+    return f"{what}, {setting(result, source)}\n\n{table}"
 
 
 def ablation(result: Mapping[str, Any], source: str) -> str:
