@@ -100,3 +100,16 @@ def test_experts_of_which_one_has_no_tokens(symmetric, program, tmp_path):
         rows = slice(int(offsets[e]), int(offsets[e + 1]))
         expected, bound = reference.gemm(x[rows], w, "exact"), reference.forward_error_bound(x[rows], w, "exact")
         assert bool(((y[rows].double() - expected).abs() <= bound).all()), e
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUICK)
+def test_a_stand_in_has_the_bits_of_the_kernel_that_is_made_for_the_shape(name, tmp_path):
+    program, schedule, target, m, spec, numerics = CASES[name]
+    x = torch.randn(m, spec.k, generator=torch.Generator().manual_seed(7)).to(getattr(torch, spec.dtype))
+    packed, ys = oracles.canonical.__wrapped__(spec, False, 3).pack(), []
+    for generic in (False, True):
+        (folder := tmp_path / str(generic)).mkdir()
+        run = Program(program, schedule, spec, numerics, folder, target=target, weight="u8", generic=generic)
+        ys.append(launched(run, program, x, packed))
+    assert torch.equal(*ys) and bool(ys[0].isfinite().all())
