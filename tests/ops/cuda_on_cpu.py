@@ -13,8 +13,11 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from terrazzo.lowering.compiler import load_builder
@@ -50,22 +53,35 @@ def cuda_text(request: KernelRequest) -> str:
     if SANITIZER in os.environ:
         return (built(request) / "kernel.cu").read_text()
     known = find_compiled(request)
-    if known is not None:
-        return (known / "kernel.cu").read_text()
+    return lowered(request) if known is None else (known / "kernel.cu").read_text()
+
+
+@cache
+def lowered(request: KernelRequest) -> str:
+    """Its CUDA text from TileLang, once for all tests of a process."""
     tilelang = import_tilelang()
     from tvm.target import Target
 
     program = load_builder(request)(target=request.target, **dict(request.params))
     target = Target({"kind": "cuda", "arch": request.target.arch})
     with tilelang.transform.PassContext(opt_level=3, config=dict(request.pass_configs)), target:
-        lowered = tilelang.lower(program, target=target, enable_host_codegen=False, enable_device_compile=False)
-    return lowered.kernel_source
+        made = tilelang.lower(program, target=target, enable_host_codegen=False, enable_device_compile=False)
+    return made.kernel_source
+
+
+def compile_cpp(text: str, flags: list[str], library: Path) -> None:
+    source = library.with_suffix(".cpp")
+    source.write_text(text)
+    command = ["g++", "-std=c++20", "-O1", "-w", *flags, "-shared", "-fPIC", "-o", str(library), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 class CpuKernel:
     """A compiled emulation; call it with the grid and every kernel parameter by name."""
 
     known = 0  # characters of the sanitizer's reports that a test has seen
+    made: ClassVar[dict[tuple[str, ...], Path]] = {}  # libraries of this process, by flags and text
 
     def __init__(self, source: str, converters: list[str], threads: int, folder: Path, cluster: int = 1) -> None:
         text = source[source.index('extern "C" __global__') :]
@@ -81,19 +97,19 @@ class CpuKernel:
         args = ", ".join(
             f"*(({kind.replace('__restrict__', '').strip()} *)slots[{i}])" for i, (kind, _) in enumerate(self.params)
         )
-        cpp, library = folder / "kernel.cpp", folder / "kernel.so"
+        library = folder / "kernel.so"
         plain = attention_primitives["compare"].source  # host C++ as it is
         before = [*map(emulator, ("threads", "warp", "memory")), plain, *converters]
         before += [f"constexpr int CLUSTER = {cluster};", emulator("cluster")] if cluster > 1 else []
-        cpp.write_text("\n".join([*before, body, emulator("launch").replace("ARGS", args)]))
+        cpp = "\n".join([*before, body, emulator("launch").replace("ARGS", args)])
         kind, _, self.reports = os.environ.get(SANITIZER, "").partition(":")
         flags = ["-g", f"-fsanitize={kind}", *(["-DRACES"] if kind == "thread" else [])] if kind else []
-        done = subprocess.run(
-            ["g++", "-std=c++20", "-O1", "-w", *flags, "-shared", "-fPIC", "-o", str(library), str(cpp)],
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+        made = CpuKernel.made.get((*flags, cpp))
+        if made is not None and made.exists():
+            shutil.copyfile(made, library)  # a file of its own has statics of its own
+        else:
+            compile_cpp(cpp, flags, library)
+            CpuKernel.made[(*flags, cpp)] = library
         self.library, self.threads, self.held = ctypes.CDLL(str(library)), threads, []
         # what lands late is there for all CTAs at once
         self.resident = max(cluster, RESIDENT if EARLY not in converters else 1)
