@@ -14,18 +14,12 @@ from terrazzo.lowering.parallel import CompilePool
 from terrazzo.lowering.request import KernelRequest
 
 VARIABLE = "TERRAZZO_BACKGROUND"
-"""Environment: "0" compiles a kernel where it is first called, before it answers; "all" also lets those stand in whose
-price no GPU has measured."""
+"""Environment: "0" compiles a kernel where it is first called, before it answers."""
 
 
 def off() -> bool:
     """Whether nothing is compiled in the background."""
     return os.environ.get(VARIABLE, "") == "0"
-
-
-def all_of_them() -> bool:
-    """Whether kernels whose price was not measured stand in, too."""
-    return os.environ.get(VARIABLE, "") == "all"
 
 
 class Replacements:
@@ -39,6 +33,7 @@ class Replacements:
         self._changed = threading.Condition()
         self._waiting: dict[KernelRequest, list[Callable[[], None]]] = {}
         self._failed: set[KernelRequest] = set()
+        self._telling = 0  # outcomes whose callers are being told
         self._make, self._pool = pool, None
 
     def when_ready(self, request: KernelRequest, notify: Callable[[], None]) -> None:
@@ -66,20 +61,25 @@ class Replacements:
         failed = isinstance(outcome, Exception)
         with self._changed:
             callers = self._waiting.pop(request, ())
+            self._telling += 1
             if failed:
                 self._failed.add(request)
-        if isinstance(outcome, CompileError):
-            first = str(outcome).partition("\n")[0]
-            warnings.warn(f"a slower kernel goes on in the place of {request}: {first}", RuntimeWarning, stacklevel=2)
-        for notify in () if failed else callers:
-            notify()
-        with self._changed:
-            self._changed.notify_all()
+        try:
+            if isinstance(outcome, CompileError):
+                said = f"a slower kernel goes on in the place of {request}: {str(outcome).partition(chr(10))[0]}"
+                warnings.warn(said, RuntimeWarning, stacklevel=2)
+            for notify in () if failed else callers:
+                notify()
+        finally:
+            with self._changed:
+                self._telling -= 1
+                self._changed.notify_all()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until nothing is being compiled; False where that takes longer than `timeout` seconds."""
+        """Wait until nothing is being compiled and all who waited know; False where that takes longer than `timeout`
+        seconds."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._waiting, timeout)
+            return self._changed.wait_for(lambda: not self._waiting and not self._telling, timeout)
 
 
 _replacements = Replacements()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+from terrazzo.lowering import replacing
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn.decoder import Decoder, positions_of
 from terrazzo.ops.attention.kv_cache import Batch, KVCache
@@ -89,7 +90,8 @@ class Sampling:
 
 
 class DecodeStep:
-    """Logits of one more token of each sequence; on a GPU one CUDA graph from the second step on.
+    """Logits of one more token of each sequence; on a GPU one CUDA graph, from the second step on where each layer's
+    own kernel is there.
 
     Args:
         model: whose `decoder` and `lm_head` run. batch: of `KVCache.extend({...: 1}, reserve=...)`.
@@ -105,17 +107,19 @@ class DecodeStep:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.replays = 0
         self._logits: torch.Tensor | None = None
-        self._begun = False
+        self._begun = self._settled = False
 
     def __call__(self) -> torch.Tensor:
         """[B, vocabulary] of `tokens`, which the caller has written; valid until the next call."""
         if self._begun:
             self.batch.advance(lengths=False)
         if self.graph is None:
-            if self._begun and self.tokens.is_cuda:
+            if self._settled and self.tokens.is_cuda:
                 self._capture()
-            else:  # the first step compiles and loads what a graph may only launch
+            else:  # a step without a graph compiles and loads what a graph may only launch, and keeps
+                settled = replacing.wait(0)
                 self._logits = self._run(first=not self._begun)
+                self._settled = settled and replacing.wait(0)
         if self.graph is not None:
             self.graph.replay()
             self.replays += 1

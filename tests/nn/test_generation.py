@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from small_model import VOCABULARY, SmallModel
+from terrazzo.lowering import replacing
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.nn import generation
 from terrazzo.nn.generation import Sampling, generate
 from terrazzo.ops.attention import CacheFullError
 
@@ -117,3 +121,25 @@ def test_bad_calls_name_the_argument(model, given, named):
 def test_bad_sampling_names_the_argument(given):
     with pytest.raises(ArgumentError, match=next(iter(given))):
         Sampling(**given)
+
+
+@pytest.mark.parametrize(
+    ("compiling", "expected"),
+    [([], "eager graph graph"), ([1], "eager eager eager graph"), ([1, 2], "eager eager eager eager graph")],
+    ids=["never", "behind the first step", "behind the second, too"],
+)
+def test_a_step_is_captured_behind_one_that_ran_each_layers_own_kernel(model, monkeypatch, compiling, expected):
+    """A graph keeps what it captured: not a kernel that stands in for one that is being compiled."""
+    step = generation.DecodeStep(model, model.new_cache(1, 64).extend({}))
+    step.tokens, step.batch = SimpleNamespace(is_cuda=True), SimpleNamespace(advance=lambda lengths: None)
+    log: list[str] = []
+
+    def capture():
+        step.graph = SimpleNamespace(replay=lambda: log.append("graph"))
+
+    monkeypatch.setattr(replacing, "wait", lambda timeout: len(log) not in compiling)
+    monkeypatch.setattr(step, "_capture", capture)
+    monkeypatch.setattr(step, "_run", lambda first: log.append("eager"))
+    for _ in expected.split():
+        step()
+    assert log == expected.split()
