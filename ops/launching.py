@@ -39,7 +39,7 @@ class Plan:
 
     Attributes:
         request: the kernel. stand_in: another one for the same arguments that gives the same bits, and is compiled for
-            many weights at once; it answers until `request` is compiled. asked: only where TERRAZZO_BACKGROUND=all.
+            many weights at once; it answers until `request` is compiled.
         workspace: shape, of 4-byte elements. semaphores: shape, int32. scalars: trailing arguments.
     """
 
@@ -48,7 +48,6 @@ class Plan:
     semaphores: tuple[int, ...]
     scalars: tuple[int, ...]
     stand_in: KernelRequest | None = None
-    asked: bool = False
 
 
 def requests_of(plans: Iterable[Plan]) -> list[KernelRequest]:
@@ -221,7 +220,7 @@ def answering(plan: Plan, device: torch.device) -> KernelRequest:
     from terrazzo.lowering import kernels, replacing
 
     own, stand_in = plan.request, plan.stand_in
-    if stand_in is None or replacing.off() or (plan.asked and not replacing.all_of_them()):
+    if stand_in is None or replacing.off():
         return own
     if capturing(device):
         loaded = kernels.loaded(own)

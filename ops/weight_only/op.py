@@ -77,36 +77,24 @@ def plan(
         program, s = space.heuristic(target, m)
     if program == "small_batch":
         chosen = request(small_batch_program, s, chosen_numerics(True))
-        return Plan(chosen, *s.workspace(problem.row_blocks * 64), (), *_standing_in(chosen))
+        return Plan(chosen, *s.workspace(problem.row_blocks * 64), (), stand_in(chosen))
     if program == "stream_k":
         part = stream_k.partition(s, problem, runs_on, m)
         own = request(stream_k_program, s, operand.numerics)
         workspace = (part.grid, s.cta_blocks, s.block_tokens // 8, 128, 4)
-        return Plan(own, workspace, (part.grid, s.flags), (part.shared,), *_standing_in(own))
+        return Plan(own, workspace, (part.grid, s.flags), (part.shared,), stand_in(own))
     return Plan(request(multistage_program, s, operand.numerics), *multistage.launch_sizes(s, problem, m), ())
 
 
-def stand_in(request: KernelRequest, every: bool = False) -> KernelRequest | None:
+def stand_in(request: KernelRequest) -> KernelRequest | None:
     """The kernel that serves other weights, too, and gives the bits of one that knows its shape: of stream_k any, of
-    small_batch those of the same k. None where there is no such kernel.
-
-    Args:
-        every: also those that no GPU has measured: of small_batch, and of formats beside W4A16's.
-    """
+    small_batch those of the same k. None where there is no such kernel."""
     params = dict(request.params)
     if not params.get("n") or params.get("experts") or params.get("joined"):
         return None
     any_of = {stream_k_program: shapeless, small_batch_program: small_batch_program.of_any_rows}
     program = next((it for it in any_of if request.entry == f"{it.__name__}:build"), None)
-    measured = program is stream_k_program and "weight" not in params
-    if program is None or not (every or measured):
-        return None
-    return replace(request, params=tuple(any_of[program](params).items()))
-
-
-def _standing_in(request: KernelRequest) -> tuple[KernelRequest | None, bool]:
-    """`stand_in` and `asked` of a plan."""
-    return stand_in(request, every=True), stand_in(request) is None
+    return program and replace(request, params=tuple(any_of[program](params).items()))
 
 
 def group_of(group_size: int, k: int, weight: str) -> int:
