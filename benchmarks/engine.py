@@ -53,6 +53,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--attention", choices=("vllm", "terrazzo"), default="vllm", help="whose backend")
     parser.add_argument("--step-tokens", type=int, default=STEP_TOKENS, help="most tokens of a step")
     parser.add_argument("--repeat", type=int, default=2, help="the best of so many")
+    parser.add_argument("--spend", type=float, default=0.0, help="seconds of a batch's runs, which are more then")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--memory", type=float, default=0.85, help="share of the GPU's")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds after which no further batch is begun")
@@ -293,7 +294,9 @@ def run(o: argparse.Namespace) -> int:
                 print(f"batch {batch}: no time left")
                 break
             generate(llm, o, batch, prompt, 4, f"warm{batch}x{prompt}")
-            runs = [generate(llm, o, batch, prompt, o.output, f"{batch}x{prompt}-{i}") for i in range(o.repeat)]
+            runs: list[dict[str, Any]] = []
+            while len(runs) < o.repeat or sum(each["seconds"] for each in runs) < o.spend:
+                runs.append(generate(llm, o, batch, prompt, o.output, f"{batch}x{prompt}-{len(runs)}"))
             best = min(runs, key=lambda each: each["step_ms"])
             row = dict(
                 shape=o.shape, layers=o.layers or engine_model.SHAPES[o.shape]["num_hidden_layers"], weights=o.weights,

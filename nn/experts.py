@@ -126,9 +126,16 @@ class Experts(nn.Module):
         """
         routing = moe.sort_by_expert(expert_ids, len(self))
         rows = moe.gather(products.quantize(x, self.gate_up_proj.packed), routing)
-        h = self.gate_up_proj(rows, routing.offsets, x.dtype)
-        h = products.gated(h, self.activation, self.down_proj)
-        return moe.combine(self.down_proj(h, routing.offsets, x.dtype), routing, gates)
+        return moe.combine(self.of_sorted(rows, routing.offsets, x.dtype), routing, gates)
+
+    def of_sorted(self, rows: products.Activations, offsets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Each expert's outputs [P, hidden] in `dtype`, without weights, of rows sorted by expert.
+
+        Args:
+            rows: [P, hidden], as `products.quantize` gives them. offsets: int32 [E + 1], first row of each expert.
+        """
+        h = self.gate_up_proj(rows, offsets, dtype)
+        return self.down_proj(products.gated(h, self.activation, self.down_proj), offsets, dtype)
 
 
 def known_activation(name: str) -> str:

@@ -121,6 +121,11 @@ USED: dict[str, dict[str, str]] = {
         "CompressedTensorsConfig._add_fused_moe_to_target_scheme_map": "",
         "CompressedTensorsConfig._is_fp8_w4a8": "weight_quant input_quant",
     },
+    f"{MOE}/moe_permute_unpermute.py": {
+        "moe_permute": "hidden_states a1q_scale topk_ids n_expert",
+        "moe_unpermute": "out permuted_hidden_states topk_weights inv_permuted_idx expert_first_token_offset",
+        "moe_permute_unpermute_supported": "",
+    },
     f"{MOE}/fused_moe_method_base.py": {
         "FusedMoEMethodBase": "create_weights get_fused_moe_quant_config apply",
         "FusedMoEMethodBase.__init__": "moe",
