@@ -368,8 +368,9 @@ def gains(result: Mapping[str, Any]) -> str:
     same batches; "" where nothing stands beside ours."""
     place = lambda row: [row[name] for name in ("shape", "layers", "kv", "batch", "prompt", "output")]
     lines = []
-    for ours in (row for row in result["rows"] if row["kernel"] == "terrazzo"):
-        for peer in (row for row in result["rows"] if place(row) == place(ours)):
+    ordered = sorted(result["rows"], key=lambda row: (row["shape"], row["weights"], row["batch"], row["kernel"]))
+    for ours in (row for row in ordered if row["kernel"] == "terrazzo"):
+        for peer in (row for row in ordered if place(row) == place(ours)):
             fewer = ours["weights"] not in PLAIN and peer["weights"] in PLAIN and peer["kernel"] == "terrazzo"
             if not fewer and (peer["weights"] != ours["weights"] or peer is ours):
                 continue
@@ -433,13 +434,16 @@ PARTS = {
     "products": ("machete", "marlin", "humming", "GemmUniversal", "quant", "fused_moe", "moe_wna16"),
     "head": ("nvjet", "gemm", "cublas", "splitK"),
 }
-"""Part of a step -> what names of vLLM's kernels have in them; ours are called main_kernel, the rest is neither."""
+"""Part of a step -> what names of vLLM's kernels have in them; ours are called main_kernel. The rest is neither, as are
+Inductor's kernels, whose names tell what stands beside them."""
 
 
 def part_of(row: Mapping[str, Any], name: str) -> str:
     """Of a step, that a kernel belongs to."""
     if name.startswith("main_kernel"):
         return "products" if row["kernel"] == "terrazzo" else "attention"
+    if name.startswith("triton_"):
+        return "others"
     return next((part for part, words in PARTS.items() if any(word in name for word in words)), "others")
 
 
@@ -454,7 +458,8 @@ def parts(row: Mapping[str, Any]) -> dict[str, float]:
 def step_parts(result: Mapping[str, Any]) -> str:
     """Where the step of each row went that was profiled, "" where none was."""
     lines = []
-    for row in (row for row in result["rows"] if "kernels_ms" in row):
+    order = lambda row: (row["shape"], row["weights"], row["kv"], row["kernel"], row["batch"] * row["prompt"])
+    for row in sorted((row for row in result["rows"] if "kernels_ms" in row), key=order):
         spent = parts(row)
         idle = max(0.0, row["step_ms"] - sum(spent.values()))
         cache = f"{row['kv']}, {'ours' if row.get('attention') == 'terrazzo' else 'vLLM'}"

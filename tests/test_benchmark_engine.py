@@ -164,6 +164,7 @@ def test_a_table_says_where_a_step_goes():
     ours = row(kernel="machete", attention="terrazzo")
     assert tables.part_of(ours, "main_kernel") == "attention"
     assert tables.part_of(ours, "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<") == "products"
+    assert tables.part_of(ours, "triton_poi_fused_machete_mm_mul_silu_slice_1") == "others"
     assert tables.step_parts(dict(rows=[row()])) == ""
 
 
