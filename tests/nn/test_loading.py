@@ -103,10 +103,12 @@ def test_a_float_model_is_loaded_in_16_bits():
     assert got.dtype == torch.bfloat16 and (got.float() - exact).norm() < 0.03 * exact.norm()
 
 
-@pytest.mark.parametrize("form", ["w4a8", "w4a8-e4m3", "w4ax"])
+@pytest.mark.parametrize(
+    ("form", "name"), [("w4a8", "qwen3"), ("w4a8-e4m3", "qwen3"), ("w4ax", "qwen3"), ("w4ax", "mixtral")]
+)
 @torch.no_grad()
-def test_formats_with_quantized_activations_stay_near_the_float_model(form):
-    model = float_model("qwen3")
+def test_formats_with_quantized_activations_stay_near_the_float_model(form, name):
+    model = float_model(name)
     target = "sm_90a" if form == "w4ax" else None
     loaded = load(model.state_dict(), config=model.config, device="cpu", quantize=form, target=target, kv="int8")
     exact = with_dequantized(model, loaded)(TOKENS).logits
