@@ -110,9 +110,11 @@ def grouped(result: Mapping[str, Any], source: str) -> str:
     """Grouped GEMM: time, share of the copy bandwidth, ratios to torch's bf16 grouped product and vLLM's experts, or
     to other ways to compute experts that are packed for another target."""
     rivals = {"torch_bf16": "over torch bf16", "vllm_triton": "over vLLM's int4", "each_us": "over a gemm each"}
-    rivals["native_us"] = "over experts packed for this GPU"
+    rivals |= {"native_us": "over experts packed for this GPU", "dense_us": "over one weight"}
     packed_for = {row["packed_for"] for row in result["rows"] if "packed_for" in row}
     what = "Grouped GEMM (MoE) beside torch's grouped bf16 product"
+    if any("dense_us" in row for row in result["rows"]):
+        what = "Grouped GEMM (MoE) beside one weight of all experts' rows, with the tokens of one expert"
     if packed_for:
         what = f"Grouped GEMM of experts packed for {' and '.join(sorted(packed_for))}"
     rivals = {key: said for key, said in rivals.items() if any(row.get(key) for row in result["rows"])}
