@@ -129,7 +129,7 @@ class WeightOnly(Kind):
 
 
 class Bytes(Kind):
-    """W4A8: activations in int8 or e4m3, and 4-bit weights of scales in two levels."""
+    """W4A8: activations in int8 or e4m3, and 4-bit weights of scales in two levels, or MXFP4."""
 
     def __init__(self, name: str, rate: str, dequantization: str, codes: str, group: int) -> None:
         self.name, self.rate, self.dequantization, self.codes, self.group = name, rate, dequantization, codes, group
@@ -140,8 +140,10 @@ class Bytes(Kind):
         if symmetric and self.codes == "int8":
             raise ArgumentError("symmetric", True, "w4a8 weights always have offsets", "leave it out")
         size = group or self.group
-        if size not in (32, 64, 128):
-            raise ArgumentError("group", group, "must be 32, 64 or 128", f"leave it out for {self.group}")
+        known = (32,) if self.dequantization == "e2m1" else (32, 64, 128)
+        if size not in known:
+            constraint = f"must be {' or '.join(map(str, known))}"
+            raise ArgumentError("group", group, constraint, f"leave it out for {self.group}")
         own = (size, dtype, self.dequantization)
         return grouped.tuning_facts(n, k, experts, *own) if experts else op.tuning_facts(n, k, *own)
 
@@ -161,7 +163,7 @@ class Bytes(Kind):
     def converter(self, facts: Facts) -> str:
         from terrazzo.ops.linear.bytes import fp8_problem, problem
 
-        known = {"e4m3": fp8_problem.CONVERTER} if self.codes == "e4m3" else problem.DEQUANTIZATIONS
+        known = fp8_problem.CONVERTERS if self.codes == "e4m3" else problem.DEQUANTIZATIONS
         if (name := facts["dequantization"]) not in known:
             raise ArgumentError("dequantization", name, f"must be one of {', '.join(known)}", "name one of them")
         return known[name]
@@ -175,7 +177,8 @@ class Bytes(Kind):
     def shape(self, facts: Facts) -> tuple[type[Shape], Settings]:
         from terrazzo.autotune import w4a8_bench
 
-        kind = w4a8_bench.Fp8Shape if self.codes == "e4m3" else w4a8_bench.W4A8Shape
+        kinds = {"e4m3": w4a8_bench.Fp8Shape, "e2m1": w4a8_bench.Mxfp4Shape}
+        kind = kinds.get(self.dequantization, w4a8_bench.W4A8Shape)
         return kind, w4a8_bench.W4A8Settings(facts["out_dtype"], facts["group"])
 
 
@@ -271,6 +274,7 @@ KINDS: tuple[Kind, ...] = (
     *(WeightOnly(weight) for weight in WEIGHTS),
     Bytes("w4a8", "s8", "xor", "int8", 64),
     Bytes("w4a8_fp8", "e4m3", "e4m3", "e4m3", 128),
+    Bytes("mxfp4_fp8", "e4m3", "e2m1", "e4m3", 32),
     Direct("w8a8", "s8", "int8"),
     Direct("w8a8_fp8", "e4m3", "e4m3"),
     Blocks(),

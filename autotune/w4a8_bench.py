@@ -153,9 +153,7 @@ class Fp8Shape(W4A8Shape):
         return Gemm.of_bytes(self.n, self.k, self.settings.group, activations="e4m3")
 
     def converter(self, params: Mapping[str, Any]) -> str:
-        from terrazzo.ops.linear.bytes.fp8_problem import CONVERTER
-
-        return CONVERTER
+        return self.described()[1]
 
     def expected(self, x: torch.Tensor, requests: Sequence[KernelRequest]) -> tuple[torch.Tensor, ...]:
         """As `Shape.expected`; peers multiply the unquantized x, so theirs is held to what quantizing x can change."""
@@ -187,6 +185,29 @@ class Fp8Shape(W4A8Shape):
 
         out = quantize_activations(x)
         return {"quantizer": lambda: quantize_activations(x, out=out)}
+
+
+class Mxfp4Shape(Fp8Shape):
+    """MXFP4 on e4m3 activations."""
+
+    @staticmethod
+    def requests(n: int, k: int, m: int | Sequence[int], settings: Settings, target: Target) -> list[KernelRequest]:
+        from terrazzo.ops import mxfp4_fp8
+
+        return mxfp4_fp8.kernel_requests(n, k, m=m, dtype=settings.dtype, target=target)
+
+    def load(self) -> tuple[Any, Any, tuple[str, ...], torch.Tensor]:
+        weight = random_mxfp4_weight(self.n, self.k, self.random)
+        return weight, weight.pack(), ("words", "channel_scales"), dense_mxfp4(weight, self.dtype)
+
+    @property
+    def module(self) -> ModuleType:
+        from terrazzo.ops import mxfp4_fp8
+
+        return mxfp4_fp8
+
+    def described(self) -> tuple[str, str]:
+        return "mxfp4_fp8", "e2m1_e4m3"
 
 
 def random_weight(n: int, k: int, group: int, random: torch.Generator) -> Any:
@@ -232,6 +253,16 @@ def random_fp8_weight(n: int, k: int, group: int, random: torch.Generator) -> An
     )
 
 
+def random_mxfp4_weight(n: int, k: int, random: torch.Generator) -> Any:
+    """A canonical MXFP4 weight with uniform codes and scales of six binades."""
+    import torch
+    from terrazzo.ops.mxfp4_fp8 import QuantizedWeight
+
+    own = dict(generator=random, device=random.device, dtype=torch.uint8)
+    codes, scales = torch.randint(16, (n, k), **own), torch.randint(116, 122, (n, -(-k // 32)), **own)
+    return QuantizedWeight.canonical(codes, scales, weight="mxfp4", group_size=32)
+
+
 def dense_fp8(weight: Any, dtype: torch.dtype) -> torch.Tensor:
     """The weight in 16 bits [N, K], a slice of rows at a time: the float64 of a large one would not fit."""
     import torch
@@ -241,6 +272,20 @@ def dense_fp8(weight: Any, dtype: torch.dtype) -> torch.Tensor:
         part = slice(lo, lo + 4096)
         factors = weight.scales[part].float() * weight.channel_scales[part, None]
         out[part] = weight.codes[part].float() * factors.repeat_interleave(weight.group_size, dim=1)[:, : weight.k]
+    return out
+
+
+def dense_mxfp4(weight: Any, dtype: torch.dtype) -> torch.Tensor:
+    """As `dense_fp8`."""
+    import torch
+    from terrazzo.ops.formats.weight import MXFP4
+
+    out = torch.empty(weight.codes.shape, dtype=dtype, device=weight.codes.device)
+    table = torch.tensor(MXFP4.values, device=weight.codes.device)
+    for lo in range(0, weight.n, 4096):
+        part = slice(lo, lo + 4096)
+        factors = torch.exp2(weight.scales[part].float() - 127)
+        out[part] = table[weight.codes[part].int()] * factors.repeat_interleave(32, dim=1)[:, : weight.k]
     return out
 
 

@@ -4,6 +4,7 @@
     python -m benchmarks.w4a8 --quick                LLaMA-3-8B, four sizes of M, result not written unless --out
     python -m benchmarks.w4a8 --ablation             also every pipeline with every dequantization; LLaMA-2-7B, four M
     python -m benchmarks.w4a8 --fp8                  on e4m3 activations; writes benchmarks/results/w4afp8_<gpu>.json
+    python -m benchmarks.w4a8 --mxfp4                MXFP4 on e4m3; writes benchmarks/results/mxfp4_fp8_<gpu>.json
     python -m benchmarks.w4a8 --quantizer            only the activation quantizer, more forms and sizes
     python -m benchmarks.w4a8 --count                only say how many kernels the other arguments ask for
 
@@ -41,17 +42,20 @@ def _extend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ablation", action="store_true", help="also every pipeline with every dequantization")
     parser.add_argument("--quantizer", action="store_true", help="only the activation quantizer")
     parser.add_argument("--fp8", action="store_true", help="activations in e4m3, weights of ops/w4a8/fp8.py")
+    parser.add_argument("--mxfp4", action="store_true", help="activations in e4m3, weights of ops/mxfp4_fp8.py")
     parser.add_argument("--count", action="store_true", help="only say how many kernels would be compiled; no GPU")
 
 
 PROGRAM = gemm.Program("w4a8", __doc__, MODELS, MS, QUICK_MODELS, QUICK_MS, 64, _extend)
 ABLATION = dataclasses.replace(PROGRAM, models=ABLATION_MODELS, ms=ABLATION_MS)
 FP8 = dataclasses.replace(PROGRAM, group=128, file="w4afp8")
+MXFP4 = dataclasses.replace(PROGRAM, group=32, file="mxfp4_fp8")
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options = gemm.arguments(PROGRAM, argv)
-    return gemm.arguments(FP8 if options.fp8 else ABLATION, argv) if options.fp8 or options.ablation else options
+    program = MXFP4 if options.mxfp4 else FP8 if options.fp8 else ABLATION if options.ablation else None
+    return options if program is None else gemm.arguments(program, argv)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,15 +87,19 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if options.quantizer:
         return quantizer(options)
-    if options.fp8:
-        return gemm.main(FP8, lambda *given, **callbacks: measure_fp8(options, *given, **callbacks), options)
+    if options.fp8 or options.mxfp4:
+        return gemm.main(
+            MXFP4 if options.mxfp4 else FP8,
+            lambda *given, **callbacks: measure_fp8(options, *given, **callbacks),
+            options,
+        )
     return gemm.main(PROGRAM, measure, options)
 
 
 def measure_fp8(options: argparse.Namespace, problems: Any, ms: Any, **callbacks: Any) -> dict[str, Any]:
-    """The result of a run with --fp8."""
+    """The result of a run with --fp8 or --mxfp4."""
     from terrazzo.autotune.gemm_bench import bench
-    from terrazzo.autotune.w4a8_bench import FP8_PEERS, Fp8Shape, W4A8Settings
+    from terrazzo.autotune.w4a8_bench import FP8_PEERS, W4A8Settings
 
     settings = W4A8Settings(
         dtype=options.dtype,
@@ -99,19 +107,24 @@ def measure_fp8(options: argparse.Namespace, problems: Any, ms: Any, **callbacks
         budget_ms=options.budget_ms,
         peers=() if options.no_peers else (*FP8_PEERS, *MORE_FP8_PEERS),
     )
-    return bench(Fp8Shape, problems, ms, settings, gemm.compiling(options), commit=options.commit, **callbacks)
+    return bench(_kind(options), problems, ms, settings, gemm.compiling(options), commit=options.commit, **callbacks)
+
+
+def _kind(options: argparse.Namespace) -> Any:
+    """How the rows of a run are measured."""
+    from terrazzo.autotune.w4a8_bench import Fp8Shape, Mxfp4Shape, W4A8Shape
+
+    return Mxfp4Shape if options.mxfp4 else Fp8Shape if options.fp8 else W4A8Shape
 
 
 def requests(options: argparse.Namespace, settings: Any, arch: str = "sm_90a") -> list[Any]:
     """All kernels that a run of these options launches."""
-    from terrazzo.autotune.w4a8_bench import Fp8Shape, W4A8Shape
     from terrazzo.lowering.targets import Target
     from terrazzo.schedules.models import shapes
 
     target, problems = Target.parse(arch), shapes(() if options.quantizer else options.models)
-    kind = Fp8Shape if options.fp8 else W4A8Shape
-    found = [r for n, k in problems for r in kind.requests(n, k, options.m, settings, target)]
-    if options.fp8:
+    found = [r for n, k in problems for r in _kind(options).requests(n, k, options.m, settings, target)]
+    if options.fp8 or options.mxfp4:
         return found
     return found + quantizer_requests(quantizer_problems(options, (k for _, k in problems)), options.dtype, target)
 

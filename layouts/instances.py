@@ -87,6 +87,15 @@ INSTANCES: dict[str, Instance] = {
             "w4a8_fp8", "W4A8 with e4m3 activations, every target that has e4m3", _wgmma(8), "z4_e4m3", 4, _k(2), "reg"
         ),
         Instance(
+            "mxfp4_fp8",
+            "MXFP4 with e4m3 activations: the blocks of w4a8_fp8, bits of a word where e4m3 has them",
+            _wgmma(8),
+            "e2m1_e4m3",
+            4,
+            _k(2),
+            "reg",
+        ),
+        Instance(
             "mxfp4",
             "MXFP4 with 16-bit activations: the blocks of w4a16, bits of a word where bf16 has them",
             _wgmma(16),

@@ -11,7 +11,7 @@ from terrazzo.nn import glue, products
 from terrazzo.nn.formats import Format
 from terrazzo.nn.joined import join
 from terrazzo.nn.module import PackedModule
-from terrazzo.ops import moe, mxfp4
+from terrazzo.ops import moe, mxfp4, mxfp4_fp8
 from terrazzo.ops.grouped import GroupedWeight
 from torch import nn
 
@@ -101,19 +101,27 @@ class Experts(nn.Module):
 
     @classmethod
     def from_gpt_oss(
-        cls, gate_up: Sequence[torch.Tensor], down: Sequence[torch.Tensor], target: Target | str | None = None
+        cls,
+        gate_up: Sequence[torch.Tensor],
+        down: Sequence[torch.Tensor],
+        target: Target | str | None = None,
+        *,
+        activations: str | None = None,
     ) -> Experts:
         """gpt-oss's experts as published in MXFP4: interleaved gate and up, biases, SwiGLU with its bound of 7.
 
         Args:
             gate_up: blocks uint8 [E, 2 I, hidden / 32, 16], scales uint8 [E, 2 I, hidden / 32], bias [E, 2 I].
             down: the same of [E, hidden, I]. target: to pack for; None takes the tensors' device.
+            activations: "e4m3" quantizes them for each product, with a scale for each token; None keeps 16 bits.
 
         Raises:
-            ArgumentError: see `ops.mxfp4.from_gpt_oss`.
+            ArgumentError: see `ops.mxfp4.from_gpt_oss`, and `ops.mxfp4_fp8`.
         """
-        both = mxfp4.from_gpt_oss(*gate_up, gate_up="interleaved", target=target)
-        return cls(both, mxfp4.from_gpt_oss(*down, target=target), "swiglu_oai")
+        if activations not in (None, "e4m3"):
+            raise ArgumentError("activations", activations, 'must be None or "e4m3"', "leave it out for 16 bits")
+        make = (mxfp4 if activations is None else mxfp4_fp8).from_gpt_oss
+        return cls(make(*gate_up, gate_up="interleaved", target=target), make(*down, target=target), "swiglu_oai")
 
     def __len__(self) -> int:
         return self.gate_up_proj._facts["experts"]

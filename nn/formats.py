@@ -68,7 +68,7 @@ class Family:
             return w4ax.identity(w4ax.native(Target.parse(facts["target"])), two_level)
         if self.weight_format:
             return import_module("terrazzo.ops.weight_only.packed").layout_identity(self.weight_format)
-        if self.name == "w4a8-e4m3":
+        if self.name in ("w4a8-e4m3", "mxfp4-e4m3"):
             return import_module(self.module).layout_identity(facts["group_size"])
         if self.codes:
             return import_module(self.module).layout_identity(self.codes)
@@ -99,6 +99,10 @@ FAMILIES: dict[str, Family] = {
         Family(
             "fp8", "terrazzo.ops.weight_only.format", "terrazzo.ops.fp8", ("words", "params"), ("bias",), (128,), True,
             weight_format="fp8", usual="K", quantizes_activations=False,
+        ),
+        Family(
+            "mxfp4-e4m3", "terrazzo.ops.w4a8.mxfp4_format", "terrazzo.ops.mxfp4_fp8", ("words", "channel_scales"),
+            ("smooth", "bias"), (32,),
         ),
         Family(
             "w4a8-e4m3", "terrazzo.ops.w4a8.fp8_format", "terrazzo.ops.w4a8", ("words", "channel_scales"),
@@ -140,8 +144,8 @@ class Format:
     @staticmethod
     def parse(text: str | Format) -> Format:
         """Of "w4a16", "w4a16-g64", "w4a16-gK-sym", "w4a8-g128", "w4a8-e4m3", "w4ax", "w8a16", "w8a8", "w8a8-e4m3",
-        "mxfp4", "nvfp4", "fp8", and of blocks "w8a8-e4m3-g128" and "fp8-g128"; the group's default is the first of its
-        family's, of w8a16, w8a8 and fp8 a scale for each row.
+        "mxfp4", "mxfp4-e4m3", "nvfp4", "fp8", and of blocks "w8a8-e4m3-g128" and "fp8-g128"; the group's default is the
+        first of its family's, of w8a16, w8a8 and fp8 a scale for each row.
 
         Raises:
             ArgumentError: no such format.
@@ -191,7 +195,7 @@ class Format:
         if FAMILIES[self.family].codes:
             options.setdefault("granularity", "channel" if self.group_size is None else "block")
             return module.quantize(weight, codes=FAMILIES[self.family].codes, bias=bias, **options)
-        if self.family in ("mxfp4", "nvfp4"):
+        if self.family in ("mxfp4", "mxfp4-e4m3", "nvfp4"):
             return module.quantize(weight, bias=bias, **options)
         if self.family == "fp8":
             options.setdefault("granularity", "channel" if self.group_size is None else "block")

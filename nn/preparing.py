@@ -22,7 +22,7 @@ from terrazzo.ops.model_requests import Serving
 from terrazzo.ops.w4a8.w8a8 import op as w8a8_op
 from torch import nn
 
-_OPERATORS = {"w4a8-e4m3": "w4a8_fp8"}
+_OPERATORS = {"w4a8-e4m3": "w4a8_fp8", "mxfp4-e4m3": "mxfp4_fp8"}
 DTYPES = ("float16", "bfloat16")
 
 

@@ -24,7 +24,7 @@ PER_EXPERT = ("words", "params", "scales", "channel_scales", "bias")
 """Tensors of a packed weight that each expert has of its own."""
 MOST_EXPERTS = 1024
 """Their table, 8 bytes each, lies in shared memory beside the ring: schedules of all sizes leave it room."""
-_NAMES = ("w4a16", "w4a8", "w4a8.fp8", "w4ax", "w8a16", "w8a8", "mxfp4", "nvfp4", "fp8")
+_NAMES = ("w4a16", "w4a8", "w4a8.fp8", "w4ax", "w8a16", "w8a8", "mxfp4", "mxfp4_fp8", "nvfp4", "fp8")
 FAMILIES = tuple(f"{family}.PackedWeight" for family in _NAMES)
 _GROUPED = "/grouped"
 """Behind the version that a single weight's file has."""

@@ -24,7 +24,7 @@ from terrazzo.ops.model_layers import Layers, Linear, joined, of_architecture, s
 from terrazzo.ops.stored_layers import operator_of
 from terrazzo.ops.w4a8 import activations as w4a8_activations
 from terrazzo.ops.w4a8 import format as w4a8_format
-from terrazzo.ops.w4a8 import fp8_format
+from terrazzo.ops.w4a8 import fp8_format, mxfp4_format
 from terrazzo.ops.w4a8 import op as w4a8_op
 from terrazzo.ops.w4a8.w8a8 import format as w8a8_format
 from terrazzo.ops.w4a8.w8a8 import grouped as w8a8_grouped
@@ -37,7 +37,7 @@ from terrazzo.ops.weight_only import op as weight_only_op
 from terrazzo.schedules import records, rows
 from terrazzo.schedules.models import ARCHITECTURES, Architecture, get_model
 
-OPERATORS = (*WEIGHT_ONLY, "w4a8", "w4a8_fp8", "w8a8", "w8a8_fp8", "w4ax")
+OPERATORS = (*WEIGHT_ONLY, "w4a8", "w4a8_fp8", "mxfp4_fp8", "w8a8", "w8a8_fp8", "w4ax")
 SECONDS = {
     "w4a16.small_batch": 2.6, "w4a8.small_batch": 2.6, "w4ax.small_batch": 2.7, "w4a8.quantize_rows": 1.6,
     "w4ax.quantize_blocks": 1.8, "attention.decode": 3.8, "attention.write": 2.0, "attention.new_tokens": 1.8,
@@ -49,7 +49,7 @@ STARTING_S = 3.0
 """Until a compiling process has imported what it needs."""
 _LAYOUTS = {
     **{operator: form.layout for operator, form in WEIGHT_ONLY.items()},
-    "w4a8": w4a8_format.LAYOUT, "w4a8_fp8": fp8_format.LAYOUT,
+    "w4a8": w4a8_format.LAYOUT, "w4a8_fp8": fp8_format.LAYOUT, "mxfp4_fp8": mxfp4_format.LAYOUT,
     "w8a8": w8a8_format.LAYOUT, "w8a8_fp8": w8a8_format.LAYOUT, "w4ax": w4ax_format.LAYOUT,
 }  # fmt: skip
 _DTYPES = {"float16": "float16", "half": "float16", "bfloat16": "bfloat16"}
@@ -283,7 +283,7 @@ def layer_requests(kind: Linear, serving: Serving, top_k: int = 1) -> list[Kerne
     return _of_experts(kind, top_k, serving) if kind.experts else _of_layer(kind, serving)
 
 
-_QUANTS = {"w4a8": "int8", "w4a8_fp8": "e4m3", "w8a8": "int8", "w8a8_fp8": "e4m3"}
+_QUANTS = {"w4a8": "int8", "w4a8_fp8": "e4m3", "mxfp4_fp8": "e4m3", "w8a8": "int8", "w8a8_fp8": "e4m3"}
 """Operator of a layer -> the codes that norms and gates make for it; others take 16 bits."""
 
 
@@ -322,7 +322,7 @@ def _of_layer(kind: Linear, serving: Serving) -> list[KernelRequest]:
         m = serving.tokens(launching.ALL_TOKENS, known)
         facts |= dict(m=m, target=at, bias=kind.bias, numerics=_numerics(kind, serving))
         return weight_only_op.kernel_requests(n, k, **facts)
-    if kind.operator in ("w4a8", "w4a8_fp8"):
+    if kind.operator in ("w4a8", *_ON_E4M3):
         facts = dict(group_size=kind.group_size, dequantization=_form(kind, serving))
         known = records.tokens(kind.operator, w4a8_op.tuning_facts(n, k, **facts, out_dtype=dtype), at)
         m = serving.tokens(launching.ALL_TOKENS, known)
@@ -355,6 +355,8 @@ def _block_quantizers(kind: Linear, serving: Serving, rows: Sequence[int]) -> li
 
 
 _W8A8 = {"w8a8": "int8", "w8a8_fp8": "e4m3"}
+_ON_E4M3 = {"w4a8_fp8": "e4m3", "mxfp4_fp8": "e2m1"}
+"""W4A8 on e4m3 activations -> its dequantization."""
 
 
 def _form_of_bytes(kind: Linear) -> dict[str, Any]:
@@ -370,7 +372,7 @@ def _smooth(serving: Serving) -> tuple[bool, ...]:
 def _quantizers(kind: Linear, serving: Serving, rows: Sequence[int]) -> list[KernelRequest]:
     """What makes bytes of W4A8's activations."""
     facts = dict(dtype=serving.dtype, target=serving.target)
-    facts |= dict(codes="e4m3" if kind.operator == "w4a8_fp8" else "int8")
+    facts |= dict(codes="e4m3" if kind.operator in _ON_E4M3 else "int8")
     forms = [(norm, gain) for norm in serving.norms for gain in ((True,) if norm else _smooth(serving))]
     made = (w4a8_activations.plan(m, kind.k, **facts, norm=norm, gain=gain) for m in rows for norm, gain in forms)
     return list(dict.fromkeys(made))
@@ -421,7 +423,7 @@ def _numerics(kind: Linear, serving: Serving) -> str:
 
 def _form(kind: Linear, serving: Serving) -> str:
     """The dequantization that a W4A8 layer's kernels are asked for."""
-    return "e4m3" if kind.operator == "w4a8_fp8" else serving.dequantization
+    return _ON_E4M3.get(kind.operator, serving.dequantization)
 
 
 def _attention(made: Plan, model: Architecture, serving: Serving) -> None:

@@ -35,7 +35,7 @@ EXPERTS = ("mixtral-8x7b", "qwen3-30b-a3b")
 LEFT_OUT = {
     "w8a8": "no model of the table's has it",
     "w4ax": "research: its activations are mixed in a layer's own proportion",
-    "mxfp4": "one model of the table's has it", "w8a16": "the same", "nvfp4": "the same",
+    "mxfp4": "one model of the table's has it", "mxfp4_fp8": "the same", "w8a16": "the same", "nvfp4": "the same",
 }  # fmt: skip
 """Operators of the registry without kernels in the wheel, and why: they are compiled, or prepared."""
 ALONG = ("norm", "activation", "rope")

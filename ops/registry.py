@@ -132,6 +132,21 @@ def _w4a8_fp8(format: str, source: str, notes: str) -> Support:
     )
 
 
+def _mxfp4_fp8(format: str, source: str, notes: str) -> Support:
+    return Support(
+        operator="mxfp4_fp8",
+        format=format,
+        source=f"terrazzo.ops.mxfp4_fp8.{source}",
+        groups=WEIGHTS["mxfp4"].groups,
+        zeros=("symmetric",),
+        activations=("float8_e4m3fn", "float16", "bfloat16"),
+        scales=WEIGHTS["mxfp4"].scales,
+        numerics=("e2m1",),
+        targets={"sm_89": "compiled", "sm_90a": "compiled", "sm_120a": "compiled"},
+        notes=notes,
+    )
+
+
 def _w8a8(format: str, source: str, codes: str, groups: tuple[int | str, ...], notes: str) -> Support:
     int8 = codes == "int8"
     return Support(
@@ -233,6 +248,9 @@ REGISTRY: tuple[Support, ...] = (
     _w4a8("rtn", "quantize", ("asymmetric",), "float weight, two levels; smooth vectors"),
     _w4a8_fp8("compressed_tensors_e4m3", "from_compressed_tensors", "pack-quantized and int-quantized, exact"),
     _w4a8_fp8("rtn_e4m3", "quantize", "float weight, searched scales; smooth vectors"),
+    _mxfp4_fp8("gpt_oss", "from_gpt_oss", "experts; gate and up rows interleaved or not"),
+    _mxfp4_fp8("compressed_tensors", "from_compressed_tensors", "mxfp4-pack-quantized, exact"),
+    _mxfp4_fp8("rtn", "quantize", "float weight, round to nearest, the better of two powers of two"),
     _w8a8(
         "rtn",
         "quantize",

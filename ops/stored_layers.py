@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from terrazzo.ops import fp8, mxfp4, nvfp4, w8a8, w8a16
+from terrazzo.ops import fp8, mxfp4, mxfp4_fp8, nvfp4, w8a8, w8a16
 from terrazzo.ops.w4a8.checkpoint import FAMILY as W4A8
 from terrazzo.ops.w4a8.fp8_checkpoint import FAMILY as W4A8_FP8
 from terrazzo.ops.w4a8.w8a8.op import runs_on
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 FAMILIES = {
     "w4a16": W4A16, "w4a8": W4A8, "w4a8_fp8": W4A8_FP8, "mxfp4": mxfp4.FAMILY, "fp8": fp8.FAMILY,
-    "w8a16": w8a16.FAMILY, "nvfp4": nvfp4.FAMILY, "w8a8": w8a8.FAMILY,
+    "w8a16": w8a16.FAMILY, "nvfp4": nvfp4.FAMILY, "w8a8": w8a8.FAMILY, "mxfp4_fp8": mxfp4_fp8.FAMILY,
 }  # fmt: skip
-"""Operator -> what reads its layers. "w8a8" is also that of e4m3."""
+"""Operator -> what reads its layers. "w8a8" is also that of e4m3; "mxfp4_fp8" is taken where it is asked for."""
 
 
 def operator_of(

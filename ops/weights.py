@@ -144,6 +144,8 @@ def kind(value: Any) -> str:
         return f"{form.operator if form else 'weight_only'}.{type(value).__name__}"
     if parts[2:4] == ["w4a8", "w8a8"]:
         return f"w8a8.{type(value).__name__}"
+    if parts[-1] == "mxfp4_format":
+        return f"mxfp4_fp8.{type(value).__name__}"
     family = parts[2] if parts[:2] == ["terrazzo", "ops"] and len(parts) > 3 else ""
     form = "fp8." if family and parts[-1].startswith("fp8") else ""
     return f"{family}.{form}{type(value).__name__}" if family else type(value).__name__

@@ -331,6 +331,7 @@ def _requests(op: str) -> Any:
 def _usual_group(op: str | None, dequantization: str) -> str:
     usual = {
         "mxfp4": "32",
+        "mxfp4_fp8": "32",
         "nvfp4": "16",
         "fp8": "K",
         "w8a16": "K",

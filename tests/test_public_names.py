@@ -19,7 +19,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MODULES = (
     "terrazzo.lowering.errors",
-    *(f"terrazzo.ops.{name}" for name in ("fp8", "moe", "mxfp4", "nvfp4", "registry", "w4a8.fp8", "w8a8", "w8a16")),
+    *(
+        f"terrazzo.ops.{name}"
+        for name in ("fp8", "moe", "mxfp4", "mxfp4_fp8", "nvfp4", "registry", "w4a8.fp8", "w8a8", "w8a16")
+    ),
 )
 """Modules that are public beside the packages."""
 FOLDERS = sorted(path for path in (ROOT / "terrazzo").iterdir() if path.is_symlink())

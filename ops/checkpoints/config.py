@@ -20,6 +20,7 @@ FORMATS = {
     "qserve": "qserve",
     "fp8": "fp8",
     "nvfp4": "nvfp4",
+    "mxfp4": "mxfp4",
     "auto_round": "gptq",
     "auto_round:auto_gptq": "gptq",
     "auto_round:auto_awq": "awq",
@@ -73,7 +74,7 @@ class LayerConfig:
     """What a checkpoint's config states about one layer. None: it does not say.
 
     Attributes:
-        format: "awq", "gptq", "gptq_v2", "compressed_tensors", "qserve", "fp8" or "nvfp4".
+        format: "awq", "gptq", "gptq_v2", "compressed_tensors", "qserve", "fp8", "nvfp4" or "mxfp4".
         bits: bits for each code.
         group_size: input channels for each scale, -1 for one group.
         version: AWQ version or compressed-tensors format, as written.
@@ -292,7 +293,7 @@ class Config:
         left = _names_of(self.raw, "modules_to_not_convert")
         excluded = [part for part in left if fnmatchcase(name, part) or _contains(name, part)]
         skip = f"modules_to_not_convert names {excluded[0]!r}" if excluded else ""
-        return LayerConfig(None, 4, 32, activations="", skip=skip, excluded=bool(excluded))
+        return LayerConfig("mxfp4", 4, 32, activations="", skip=skip, excluded=bool(excluded))
 
     def _modelopt(self, name: str) -> LayerConfig:
         left = [*_names_of(self.raw, "exclude_modules"), *_names_of(self.raw, "ignore")]

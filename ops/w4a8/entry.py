@@ -8,7 +8,7 @@ from terrazzo.lowering.targets import Target
 from terrazzo.ops import dlpack, grouped, launching
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.linear.bytes import fp8_problem
-from terrazzo.ops.linear.bytes.fp8_problem import E4M3
+from terrazzo.ops.linear.bytes.fp8_problem import CONVERTERS
 from terrazzo.ops.w4a8 import activations, op
 from terrazzo.ops.w4a8 import grouped as grouped_op
 from terrazzo.ops.w4a8.activations import QuantizedActivations
@@ -76,7 +76,7 @@ def gemm(
                 op.check_codes(x, w)
             op.check_types(out_dtype or torch.float16, dequantization=dequantization, pipeline=pipeline)
             raw = str(out_dtype or (held.dtype if held is x else torch.float16)).removeprefix("torch.")
-            if op.dequantization_of(w, dequantization) == E4M3:
+            if op.dequantization_of(w, dequantization) in CONVERTERS:
                 fp8_problem.check_out_dtype(raw)
             op.check_choices(w.k, raw, dequantization, pipeline)
             if bias is not None:

@@ -154,6 +154,7 @@ class PackedWeight(weights.Packed):
 
     VERSION = FILE_VERSION
     ACTIVATIONS: ClassVar[str] = "int8"
+    DEQUANTIZATION: ClassVar[str] = ""
 
     words: torch.Tensor
     channel_scales: torch.Tensor

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
+from terrazzo.ops.linear.bytes.fp8_problem import E4M3
 from terrazzo.ops.w4a8.format import FLOATS, GROUPS, UNIT_K
 
 if TYPE_CHECKING:
@@ -139,6 +140,10 @@ class QuantizedWeight(weights.Canonical):
         factors = self.scales.double().repeat_interleave(self.group_size, dim=1)[:, : self.k]
         return self.codes.double() * factors * self.channel_scales.double()[:, None]
 
+    def operands(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """float64 (values of the codes [N, K], factors of groups [N, G], scales of rows [N]): the weight's factors."""
+        return self.codes.double(), self.scales.double(), self.channel_scales.double()
+
     def __repr__(self) -> str:
         return f"fp8.QuantizedWeight(N={self.n}, K={self.k}, {_summary(self)})"
 
@@ -161,6 +166,7 @@ class PackedWeight(weights.Packed):
 
     VERSION = FILE_VERSION
     ACTIVATIONS: ClassVar[str] = "e4m3"
+    DEQUANTIZATION: ClassVar[str] = E4M3
 
     words: torch.Tensor
     channel_scales: torch.Tensor
@@ -198,13 +204,17 @@ class PackedWeight(weights.Packed):
         """float64 [N, K], read back from the packed bytes."""
         return self.unpack().dequantize()
 
+    def operands(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `QuantizedWeight.operands`."""
+        return self.unpack().operands()
+
     def expected_layout(self) -> str:
         """Identity of the layout that the kernels of this version read."""
         return layout_identity(self.group_size)
 
     def check_sizes(self) -> None:
         """Raise ArgumentError unless the tensors have the shapes and dtypes that n, k and group_size ask for."""
-        unit = unit_layout(self.group_size)
+        unit = unit_layout(self.group_size)  # alike in shape for all codes
         weights.check_tensor(self, "words", unit.shape(self.n, self.k), "int32")
         weights.check_tensor(self, "channel_scales", unit.padded(self.n, self.k)[:1], "float32")
 
@@ -241,18 +251,18 @@ def split_scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (scales.double() / channel[:, None]).half(), channel.float()
 
 
-def unit_layout(group_size: int) -> UnitLayout:
-    """Layout of a packed unit: two 64 x 64 blocks of `LAYOUT`, then for each group the float16 factor of each row."""
+def unit_layout(group_size: int, layout: str = LAYOUT) -> UnitLayout:
+    """Layout of a packed unit: two 64 x 64 blocks of `layout`, then for each group the float16 factor of each row."""
     from terrazzo.layouts.units import derive_unit
 
-    return derive_unit(LAYOUT, 2, UNIT_K // group_size, 2)
+    return derive_unit(layout, 2, UNIT_K // group_size, 2)
 
 
-def layout_identity(group_size: int) -> str:
+def layout_identity(group_size: int, layout: str = LAYOUT) -> str:
     """The bytes lie as on int8; what they mean is the converter's."""
     from terrazzo.layouts.instances import INSTANCES
 
-    return f"{INSTANCES[LAYOUT].converter}:{unit_layout(group_size).identity}"
+    return f"{INSTANCES[layout].converter}:{unit_layout(group_size, layout).identity}"
 
 
 def check_target(target: Target) -> None:
@@ -277,26 +287,18 @@ def pack(weight: QuantizedWeight, *, target: Target | str | None = None) -> Pack
     """
     import torch
     from terrazzo.layouts.converters.e4m3 import zigzag
-    from terrazzo.lowering.targets import Target
-    from torch.nn.functional import pad
 
     if not isinstance(weight, QuantizedWeight):
         raise ArgumentError(
             "weight", type(weight).__module__ + "." + type(weight).__name__, "must be an fp8.QuantizedWeight",
             "use fp8.quantize() for a float weight; W4A8 weights with integer group scales go with int8 activations",
         )  # fmt: skip
-    arch = weights.arch_of(target, weight.codes.device)
-    if arch is not None:
-        check_target(Target.parse(arch))
+    arch, codes = weights.arch_of(target, weight.codes.device), zigzag(weight.codes).to(torch.uint8)
     unit = unit_layout(weight.group_size)
-    np_, kp = unit.padded(weight.n, weight.k)
-    rows, groups = np_ - weight.n, kp // weight.group_size - weight.scales.shape[1]
-    factors = weights.as_bytes(pad(weight.scales, (0, groups, 0, rows))).view(np_, -1, 2)
+    words, scales = packed_parts(codes, weight.scales, weight.channel_scales, unit, OPERAND_EXP2, arch)
     return PackedWeight(
-        words=unit.pack(
-            pad(zigzag(weight.codes).to(torch.uint8), (0, kp - weight.k, 0, rows)), factors[..., 0], factors[..., 1]
-        ),
-        channel_scales=pad(weight.channel_scales * 2.0**OPERAND_EXP2, (0, rows)),
+        words=words,
+        channel_scales=scales,
         n=weight.n,
         k=weight.k,
         group_size=weight.group_size,
@@ -305,6 +307,36 @@ def pack(weight: QuantizedWeight, *, target: Target | str | None = None) -> Pack
         bias=weight.bias,
         target=arch,
     )
+
+
+def packed_parts(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    channel_scales: torch.Tensor,
+    unit: UnitLayout,
+    operand_exp2: int,
+    arch: str | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(words, channel scales) of a packed weight, padded with zeros.
+
+    Args:
+        codes: uint8 [N, K], 0 for a zero. scales: float16 [N, G]. channel_scales: float32 [N].
+        operand_exp2: operands are codes times 2 to minus it. arch: that must have e4m3, None for any.
+
+    Raises:
+        ArgumentError: a target without e4m3.
+    """
+    from terrazzo.lowering.targets import Target
+    from torch.nn.functional import pad
+
+    if arch is not None:
+        check_target(Target.parse(arch))
+    n, k = codes.shape
+    np_, kp = unit.padded(n, k)
+    rows, groups = np_ - n, kp // (unit.unit_k // unit.groups) - scales.shape[1]
+    factors = weights.as_bytes(pad(scales, (0, groups, 0, rows))).view(np_, -1, 2)
+    words = unit.pack(pad(codes, (0, kp - k, 0, rows)), factors[..., 0], factors[..., 1])
+    return words, pad(channel_scales * 2.0**operand_exp2, (0, rows))
 
 
 def _summary(weight: QuantizedWeight | PackedWeight) -> str:

@@ -65,8 +65,6 @@ def gemm(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """float64 [M, N], unrounded: the product of the quantized operands, plus `bias` (else the weight's own)."""
-    if isinstance(weight, PackedWeight):
-        weight = weight.unpack()
     y = (q.double() @ weight.dequantize().T) * scales.double()[:, None]
     bias = weight.bias if bias is None else bias
     return y if bias is None else y + bias.double()
@@ -82,9 +80,9 @@ def forward_error_bound(
 ) -> torch.Tensor:
     """Largest |y - gemm(...)| that a correct kernel can show, for each element: float64 [M, N].
 
-    With S the sum of |q| |code| over a group and X its largest |q|, no product's exponent is above that of 8 X (small
-    codes are subnormal and count as 4, small q as 2^-6) and no partial sum's above that of S. A step of 32 k cuts 33
-    terms to 2^-fraction_bits of the largest, so a group of g loses at most
+    Codes are at most 8. With S the sum of |q| |code| over a group and X its largest |q|, no product's exponent is above
+    that of 8 X (small codes are subnormal and count as 4, small q as 2^-6) and no partial sum's above that of S. A step
+    of 32 k cuts 33 terms to 2^-fraction_bits of the largest, so a group of g loses at most
 
         g / 32 * 33 * 2^-fraction_bits * max(8 max(X, 2^-6), S).
 
@@ -93,20 +91,19 @@ def forward_error_bound(
     """
     import torch
 
-    if isinstance(weight, PackedWeight):
-        weight = weight.unpack()
     group, k = weight.group_size, weight.k
-    magnitude, codes = q.double().abs(), weight.codes.double().abs()
+    values, factors, channel_scales = (each.abs() for each in weight.operands())
+    magnitude = q.double().abs()
     total = q.new_zeros((q.shape[0], weight.n), dtype=torch.float64)
     lost = torch.zeros_like(total)
     for index, start in enumerate(range(0, k, group)):
-        part, factor = slice(start, min(start + group, k)), weight.scales[:, index].double().abs()
-        sums = magnitude[:, part] @ codes[:, part].T
+        part, factor = slice(start, min(start + group, k)), factors[:, index]
+        sums = magnitude[:, part] @ values[:, part].T
         peak = 8 * magnitude[:, part].amax(dim=1, keepdim=True).clamp(min=2.0**-6)
         steps = group // _STEP
         total += factor * sums
         lost += factor * steps * (_STEP + 1) * 2.0**-fraction_bits * torch.maximum(sums, peak)
-    unit = weight.channel_scales.double().abs() * scales.double()[:, None].abs()
+    unit = channel_scales * scales.double()[:, None].abs()
     error = 1.01 * unit * (lost + 2 * (index + 1) * _U * (total + lost))
     ref = gemm(q, scales, weight, bias)
     bias = weight.bias if bias is None else bias

@@ -17,7 +17,7 @@ from terrazzo.ops.launching import Plan
 from terrazzo.ops.linear.bytes import fp8_problem
 from terrazzo.ops.linear.bytes import multistage as multistage_program
 from terrazzo.ops.linear.bytes import stream_k as stream_k_program
-from terrazzo.ops.linear.bytes.fp8_problem import E4M3
+from terrazzo.ops.linear.bytes.fp8_problem import CONVERTERS, E4M3
 from terrazzo.ops.w4a8 import activations, fp8_format, op
 from terrazzo.ops.w4a8.activations import QuantizedActivations
 from terrazzo.ops.w4a8.format import GROUPS, UNIT_K
@@ -42,11 +42,11 @@ def plan(
     target: Target,
     device: Target | None = None,
 ) -> Plan:
-    """Kernel and launch sizes for m >= 1 tokens of all experts together; `dequantization` "e4m3" for `fp8` weights.
-    `device`: see `op.plan`."""
+    """Kernel and launch sizes for m >= 1 tokens of all experts together; `dequantization` "e4m3" for `fp8` weights,
+    "e2m1" for those of `mxfp4_fp8`. `device`: see `op.plan`."""
     grouped.check_request(n, k, experts, group_size, GROUPS)
     op.check_choices(k, out_dtype, dequantization, "imfp")
-    e4m3 = dequantization == E4M3
+    e4m3 = dequantization in CONVERTERS
     if e4m3:
         fp8_format.check_target(target)
     k16, raw = activations.padded(k), out_dtype == "int32"
@@ -95,12 +95,13 @@ def grouped_requests(
 
     Args:
         n, k: of each expert's weight. experts: number of them. m: tokens of all experts together.
-        group_size: 32, 64 or 128; with "e4m3", K too.
-        out_dtype: "float16", "bfloat16" or "int32" (not with "e4m3").
-        dequantization: see `gemm`; "e4m3" for the weights and activations of `fp8`. bias: whether one is added.
+        group_size: 32, 64 or 128; with "e4m3", K too; with "e2m1", 32.
+        out_dtype: "float16", "bfloat16" or "int32" (not with "e4m3" and "e2m1").
+        dequantization: see `gemm`; "e4m3" for the weights and activations of `fp8`, "e2m1" for those of `mxfp4_fp8`.
+        bias: whether one is added.
 
     Raises:
-        ArgumentError: a value that no kernel serves, or "e4m3" on a target without it.
+        ArgumentError: a value that no kernel serves, or e4m3 activations on a target without them.
         TargetError: an unknown target.
     """
     grouped.check_request(n, k, experts, group_size, GROUPS)
@@ -153,7 +154,7 @@ def check_choices(w: GroupedWeight, bias: torch.Tensor | None, out_dtype: torch.
     op.check_types(out_dtype, dequantization=dequantization)
     raw = str(out_dtype).removeprefix("torch.")
     op.check_choices(w.k, raw, dequantization, "imfp")
-    if op.dequantization_of(w.stacked, dequantization) == E4M3:
+    if op.dequantization_of(w.stacked, dequantization) in CONVERTERS:
         fp8_problem.check_out_dtype(raw)
     if bias is not None:
         launching.check_sums_bias(out_dtype)
@@ -220,7 +221,7 @@ def _prepare(key: tuple, x: QuantizedActivations, w: GroupedWeight) -> tuple:
     facts = dict(group_size=group_size, out_dtype=out, dequantization=dequantization, bias=not no_bias)
     facts |= dict(target=target, device=runs_on)
     chosen = plan(m, n, k, experts, **facts)
-    e4m3 = dequantization == E4M3
+    e4m3 = dequantization in CONVERTERS
     sums = "float32" if e4m3 else "int32"
     kernel, workspace, semaphores, _ = launching.ready(chosen, m, device, stream, "w4a8.grouped_gemm", sums)
     none, no_sums = launching.stand_ins(device, torch.float32, torch.int32)

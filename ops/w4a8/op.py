@@ -16,7 +16,7 @@ from terrazzo.ops.linear.bytes import fp8_problem
 from terrazzo.ops.linear.bytes import multistage as multistage_program
 from terrazzo.ops.linear.bytes import small_batch as small_batch_program
 from terrazzo.ops.linear.bytes import stream_k as stream_k_program
-from terrazzo.ops.linear.bytes.fp8_problem import E4M3
+from terrazzo.ops.linear.bytes.fp8_problem import CONVERTERS, E2M1, E4M3
 from terrazzo.ops.linear.sizes import shapeless
 from terrazzo.ops.w4a8 import activations, fp8_format
 from terrazzo.ops.w4a8.activations import QuantizedActivations
@@ -52,11 +52,11 @@ def plan(
 ) -> Plan:
     """Kernel and launch sizes for M = m >= 1. `device` is the GPU that runs it where that is newer than `target`.
 
-    `dequantization` "e4m3" is the form of `fp8` weights.
+    `dequantization` "e4m3" is the form of `fp8` weights, "e2m1" of those of `mxfp4_fp8`.
     """
     check_choices(k, out_dtype, dequantization, pipeline)
     dequantization = AUTO if dequantization == "auto" else dequantization
-    e4m3 = dequantization == E4M3
+    e4m3 = dequantization in CONVERTERS
     k16, raw = activations.padded(k), out_dtype == "int32"
     common = dict(
         n=n, k=k16, group=group_size, out_dtype=out_dtype, dequantization=dequantization, bias=bias and not raw
@@ -98,7 +98,7 @@ def plan(
 
 def operator_of(dequantization: str) -> str:
     """The name under which records are kept."""
-    return "w4a8_fp8" if dequantization == E4M3 else "w4a8"
+    return {E4M3: "w4a8_fp8", E2M1: "mxfp4_fp8"}.get(dequantization, "w4a8")
 
 
 def tuning_facts(n: int, k: int, group_size: int, out_dtype: str, dequantization: str) -> dict[str, int | str]:
@@ -131,10 +131,11 @@ def kernel_requests(
     """The kernels that serve an [n, k] weight: for the given M, or for every M (None). Needs no GPU.
 
     Args:
-        m: numbers of tokens. group_size: 32, 64 or 128; with "e4m3", K too.
+        m: numbers of tokens. group_size: 32, 64 or 128; with "e4m3", K too; with "e2m1", 32.
         dtype: of the activations that are quantized, "float16" or "bfloat16"; None leaves their kernel out.
         out_dtype: "float16", "bfloat16" or "int32"; None takes dtype.
-        dequantization, pipeline: see `gemm`; "e4m3" for the weights and activations of `fp8`.
+        dequantization, pipeline: see `gemm`; "e4m3" for the weights and activations of `fp8`, "e2m1" for those of
+            `mxfp4_fp8`.
         bias, smooth: whether the weight has one.
 
     Raises:
@@ -146,8 +147,8 @@ def kernel_requests(
     launching.check_group(group_size, k, GROUPS)
     launching.check_flags(bias=bias, smooth=smooth)
     at, out = Target.parse(target), out_dtype or dtype or "float16"
-    codes = E4M3 if dequantization == E4M3 else "int8"
-    group_size = 128 if codes == E4M3 and group_size == k and k not in GROUPS else group_size
+    codes = "e4m3" if dequantization in CONVERTERS else "int8"
+    group_size = 128 if dequantization == E4M3 and group_size == k and k not in GROUPS else group_size
     recorded = tuning_facts(n, k, group_size, out, dequantization)
     more = records.tokens(operator_of(dequantization), recorded, at) if m is None else ()
     tokens = (*launching.tokens_of(m), *more)
@@ -286,7 +287,7 @@ def check_codes(x: QuantizedActivations, w: Weight) -> None:
 
 def check_sums(x: QuantizedActivations, w: Weight) -> None:
     """Raise ArgumentError unless int8 activations have the sums of their rows."""
-    if x.row_sums is None and w.ACTIVATIONS != E4M3:
+    if x.row_sums is None and w.ACTIVATIONS != "e4m3":
         raise ArgumentError("x", "no row_sums", f"must have them: {w!r} reads them", "quantize_activations(x)")
 
 
@@ -307,7 +308,7 @@ def _prepare(launches: launching.Launches, key: tuple, x: QuantizedActivations, 
         return ()
     target, device = launching.targets(w.target, x.device)
     chosen = _plan_for(w, m, out, not no_bias, dequantization, pipeline, target, device)
-    e4m3 = w.ACTIVATIONS == E4M3
+    e4m3 = w.ACTIVATIONS == "e4m3"
     found = launching.prepared(chosen, m, x.q, at, "w4a8.gemm", "float32" if e4m3 else "int32")
     no_bias, no_sums = map(launching.argument, launching.stand_ins(x.device, torch.float32, torch.int32))
     found = launches[key] = (*found, tokens_per_launch(chosen, m), no_bias, no_sums if e4m3 else None)
@@ -332,14 +333,15 @@ def _plan_for(
 
 
 def dequantization_of(w: Weight, asked: str) -> str:
-    """What `plan` is asked for: "e4m3" for the weights of `fp8`, which have no other; else as asked.
+    """What `plan` is asked for: the weight's own on e4m3, which has no other; else as asked.
 
     Raises:
         ArgumentError: the other form of weights is asked for.
     """
-    if (asked == E4M3) != (w.ACTIVATIONS == E4M3) and asked != "auto":
+    own = w.DEQUANTIZATION
+    if asked != "auto" and asked != own and (own or asked in CONVERTERS):
         raise ArgumentError("dequantization", asked, f"is not that of {w!r}", "leave it 'auto'")
-    return E4M3 if w.ACTIVATIONS == E4M3 else asked
+    return own or asked
 
 
 def check_types(out_dtype: Any, **choices: Any) -> None:
@@ -356,7 +358,7 @@ def check_types(out_dtype: Any, **choices: Any) -> None:
 def check_choices(k: int, out_dtype: str, dequantization: str, pipeline: str) -> None:
     for name, value, known in (
         ("out_dtype", out_dtype, OUT_DTYPES),
-        ("dequantization", dequantization, (*DEQUANTIZATIONS, E4M3)),
+        ("dequantization", dequantization, (*DEQUANTIZATIONS, *CONVERTERS)),
         ("pipeline", pipeline, PIPELINES),
     ):
         if value not in known:

@@ -7,7 +7,7 @@ from math import prod
 import torch
 from terrazzo.ops import launching
 from terrazzo.ops.grouped import GroupedWeight
-from terrazzo.ops.w4a8 import fp8_format
+from terrazzo.ops.w4a8 import mxfp4_format
 from terrazzo.ops.w4a8.activations import QuantizedActivations, padded
 from terrazzo.ops.w4a8.format import PackedWeight
 
@@ -111,10 +111,10 @@ def w4a8_fp8_gemm(
     out_dtype: torch.dtype,
     pipeline: str,
 ) -> torch.Tensor:
-    """y [M, n] from e4m3 activations [M, k] and the fields of an fp8.PackedWeight."""
+    """y [M, n] from e4m3 activations [M, k] and the fields of an fp8.PackedWeight, or one of mxfp4_fp8."""
     from terrazzo.ops.w4a8 import fp8_reference, op
 
-    w = fp8_format.PackedWeight(words, channel_scales, n, k, group_size, layout, None, None, target or None)
+    w = mxfp4_format.of_e4m3(layout)(words, channel_scales, n, k, group_size, layout, None, None, target or None)
     if not q.is_cuda:
         return fp8_reference.gemm(q[:, :k], scales, w, bias).to(out_dtype)
     x = QuantizedActivations(q, scales, None, (q.shape[0], k))
@@ -235,7 +235,7 @@ def w4a8_fp8_grouped_gemm(
     """y [M, n] from e4m3 activations [M, k] sorted by expert and the fields of a GroupedWeight of `fp8`."""
     from terrazzo.ops.w4a8 import fp8_reference, grouped
 
-    stacked = fp8_format.PackedWeight(words, channel_scales, n, k, group_size, layout, None, None, target or None)
+    stacked = mxfp4_format.of_e4m3(layout)(words, channel_scales, n, k, group_size, layout, None, None, target or None)
     w = GroupedWeight(stacked)
     if not q.is_cuda:
         grouped.check((len(q), k), q.device, w, expert_offsets, bias, None, out_dtype, "auto")

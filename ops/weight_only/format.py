@@ -333,16 +333,21 @@ def _relative(scales: torch.Tensor, form: WeightFormat) -> tuple[torch.Tensor, t
     return stored, torch.ldexp(torch.ones_like(largest, dtype=torch.float32), largest)
 
 
+def used_groups(weight: QuantizedWeight) -> torch.Tensor:
+    """bool [N, G]: groups that are not all zeros."""
+    import torch
+
+    (n, groups), size = weight.scales.shape, weight.group_size
+    codes = torch.nn.functional.pad(weight.codes, (0, groups * size - weight.k))
+    sign = 1 << (weight.format.bits - 1)
+    return (codes.view(n, groups, size) & (sign - 1) != 0).any(-1)
+
+
 def largest_scales(weight: QuantizedWeight) -> torch.Tensor:
     """int32 [N, 1]: the largest e8m0 scale of each row, of groups that are not all zeros; 127 of rows that are."""
     import torch
 
-    n, groups = weight.scales.shape
-    size = weight.group_size
-    codes = torch.nn.functional.pad(weight.codes, (0, groups * size - weight.k))
-    sign = 1 << (weight.format.bits - 1)
-    used = (codes.view(n, groups, size) & (sign - 1) != 0).any(-1)
-    largest = torch.where(used, weight.scales.int(), -1).amax(1, keepdim=True)
+    largest = torch.where(used_groups(weight), weight.scales.int(), -1).amax(1, keepdim=True)
     return torch.where(largest < 0, 127, largest)
 
 

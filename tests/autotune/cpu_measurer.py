@@ -12,7 +12,7 @@ import os
 import torch
 from terrazzo.autotune import gemm_bench, measure, measurer
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import attention, mxfp4, nvfp4, w4a8, w4a16, w4ax, w8a16
+from terrazzo.ops import attention, mxfp4, mxfp4_fp8, nvfp4, w4a8, w4a16, w4ax, w8a16
 from terrazzo.ops import fp8 as fp8_weights
 from terrazzo.ops.attention import prefill_reference as prefills
 from terrazzo.ops.attention import reference as caches
@@ -56,7 +56,8 @@ def grouped_weight_only(op: str, x, w, offsets, out):
 
 def gemm8(x, w, *, out, out_dtype=torch.float16, **options):
     if isinstance(x, tuple):
-        return out.copy_(misbehave("w4a8_fp8", integers_fp8.gemm(*x, w).to(out_dtype)))
+        op = "mxfp4_fp8" if w.DEQUANTIZATION == "e2m1" else "w4a8_fp8"
+        return out.copy_(misbehave(op, integers_fp8.gemm(*x, w).to(out_dtype)))
     return out.copy_(misbehave("w4a8", integers.gemm(x.q, x.scales, w).to(out_dtype)))
 
 
@@ -81,7 +82,8 @@ def grouped_fp8(x, w, offsets, *, out, out_dtype):
     q, scales = x
     for e, (lo, hi) in enumerate(itertools.pairwise(offsets.tolist())):
         out[lo:hi] = integers_fp8.gemm(q[lo:hi], scales[lo:hi], w[e]).to(out_dtype)
-    return misbehave("w4a8_fp8_grouped", out)
+    op = "mxfp4_fp8" if w.stacked.DEQUANTIZATION == "e2m1" else "w4a8_fp8"
+    return misbehave(f"{op}_grouped", out)
 
 
 def gemmx(x, w, *, out, out_dtype=torch.float16):
@@ -133,6 +135,8 @@ def patch(put) -> None:
         (w4a8, "quantize_activations", quantize),
         (fp8, "quantize_activations", quantize_fp8),
         (fp8, "grouped_gemm", grouped_fp8),
+        (mxfp4_fp8, "quantize_activations", quantize_fp8),
+        (mxfp4_fp8, "grouped_gemm", grouped_fp8),
         (w4ax, "gemm", gemmx),
         (w4ax, "quantize_activations", quantizex),
         *((module, "gemm", _named(weight_only, op)) for op, module in WEIGHT_ONLY.items()),

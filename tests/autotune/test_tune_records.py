@@ -308,6 +308,7 @@ OTHERS = {
     "w4a8": dict(shapes=((6144, 4096),), m=(60,)),
     "w4ax": dict(shapes=((6144, 4096),), m=(60,)),
     "w4a8_fp8": dict(shapes=((6144, 4096),), m=(60,)),
+    "mxfp4_fp8": dict(shapes=((6144, 4096),), m=(60,)),
     "w4a16_grouped": dict(shapes=((4096, 7168),), m=(480,)),
     "w4a8_grouped": dict(shapes=((4096, 7168),), m=(480,)),
     "w4a8_fp8_grouped": dict(shapes=((4096, 7168),), m=(480,)),
@@ -343,7 +344,7 @@ def asked(op: str, m: int, target: Target = H200, **changes) -> dict:
     elif op in ("w4a8_grouped", "w4a8_fp8_grouped"):
         own = dict(group_size=facts["group"], out_dtype=facts["out_dtype"], dequantization=facts["dequantization"])
         made = grouped8.plan(m, n, k, facts["experts"], **own, bias=False, target=target)
-    elif op in ("w4a8", "w4a8_fp8"):
+    elif op in ("w4a8", "w4a8_fp8", "mxfp4_fp8"):
         own = dict(group_size=facts["group"], out_dtype=facts["out_dtype"], dequantization=facts["dequantization"])
         own |= dict(bias=False, pipeline="auto")
         made = w4a8.plan(m, n, k, **own, target=target)

@@ -54,7 +54,8 @@ def problem_of(op: str, n: int, k: int, m: int) -> Problem:
 @given(shapes, st.integers(1, 5000), st.sampled_from(sorted(OPERATORS)), st.sampled_from(["sm_80", "sm_89", "sm_90a"]))
 def test_spaces_are_legal_by_construction(shape, m, op, arch):
     """Every candidate fits the target, becomes the kernel that it names, and survives its record."""
-    arch = "sm_90a" if "grouped" in op or "w8a8" in op else "sm_89" if (op, arch) == ("w4a8_fp8", "sm_80") else arch
+    arch = "sm_90a" if "grouped" in op or "w8a8" in op else arch
+    arch = "sm_89" if (op in ("w4a8_fp8", "mxfp4_fp8"), arch) == (True, "sm_80") else arch
     target, problem = Target.parse(arch), problem_of(op, *shape, m)
     space, m = get_operator(op).space(problem), problem.m
     found = space.candidates(target, m, most=40)
@@ -67,7 +68,8 @@ def test_spaces_are_legal_by_construction(shape, m, op, arch):
     for it in (found[0], found[-1]):
         request = get_operator(op).request(problem, it.program, it.params, target)
         name, entry = KERNELS.get(it.program, (it.program, ""))
-        assert request.name == f"{op.split('_')[0]}.{name}" and entry in request.entry  # of the family
+        family = "w4a8" if op.startswith("mxfp4_fp8") else op.split("_")[0]
+        assert request.name == f"{family}.{name}" and entry in request.entry  # of the family
         assert it.schedule.params().items() <= dict(request.params).items()
 
 
@@ -83,10 +85,10 @@ def test_spaces_hold_every_program_of_the_target():
     assert programs["w4a16", "sm_90a"] == {"small_batch", "stream_k"}
     assert programs["w4a8", "sm_90a"] == {"small_batch", "stream_k"}
     assert programs["w4a16", "sm_80"] == programs["w4a8", "sm_80"] == {"small_batch", "multistage"}
-    for op in ("w4a8_fp8", "w8a8", "w8a8_fp8"):
+    for op in ("w4a8_fp8", "mxfp4_fp8", "w8a8", "w8a8_fp8"):
         assert programs[op, "sm_90a"] == {"stream_k"}
     assert programs["w4ax", "sm_90a"] == {"small_batch", "integer"} and programs["w4ax", "sm_80"] == {"persistent"}
-    for op in ("w4a16_grouped", "w4a8_grouped", "w4a8_fp8_grouped", "w4ax_grouped"):
+    for op in ("w4a16_grouped", "w4a8_grouped", "w4a8_fp8_grouped", "mxfp4_fp8_grouped", "w4ax_grouped"):
         assert programs[op, "sm_90a"] == {"grouped"}
     assert programs["attention_prefill", "sm_80"] == {"prefill_mma"}
     assert programs["attention_prefill", "sm_90a"] == {"prefill_mma", "prefill_shared"}

@@ -15,7 +15,7 @@ import torch
 from oracles import TARGET
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import launching, moe, w4a8, w4a16
+from terrazzo.ops import launching, moe, mxfp4_fp8, w4a8, w4a16
 from terrazzo.ops.w4a8 import activations, fp8, fp8_reference
 from terrazzo.ops.w4a8 import grouped as w4a8_grouped
 from terrazzo.ops.w4a8 import reference as w4a8_reference
@@ -25,12 +25,14 @@ from terrazzo.ops.weight_only import grouped as weight_only_grouped
 pytestmark = pytest.mark.usefixtures("hopper", "nothing_compiles")
 DEVICE = "cuda"
 LAUNCHES = 3
+E4M3_CODES = {"w4a8_fp8": "e4m3", "mxfp4_fp8": "e2m1"}
+"""Operators on e4m3 activations -> how their codes are asked for."""
 
 
 @pytest.fixture(autouse=True)
 def hopper(gpu, request):
     cases = getattr(request.node, "callspec", None) and request.node.callspec.params.get("cases")
-    any_gpu = cases and all(isinstance(case, Case) and case.spec.op != "w4a8_fp8" for case in cases)
+    any_gpu = cases and all(isinstance(case, Case) and case.spec.op not in E4M3_CODES for case in cases)
     if torch.cuda.get_device_capability() != (9, 0) and not any_gpu:
         pytest.skip("needs an sm_90 GPU")
 
@@ -53,10 +55,10 @@ class Spec:
     def build(self) -> tuple[list, object]:
         """Canonical weights, and their stack, on the GPU."""
         rng = torch.Generator().manual_seed(self.n + self.k + self.experts)
-        make, family = {"w4a8": (_w4a8, w4a8), "w4a8_fp8": (_fp8, fp8), "w4a16": (_w4a16, w4a16)}[self.op]
-        made = [make(self, rng) for _ in range(self.experts)]
-        target = None if self.op == "w4a8_fp8" else TARGET
-        return made, family.GroupedWeight.stack([w.pack(target=target) for w in made])
+        makers = {"w4a8": _w4a8, "w4a8_fp8": _fp8, "mxfp4_fp8": _mxfp4, "w4a16": _w4a16}
+        made = [makers[self.op](self, rng) for _ in range(self.experts)]
+        target = None if self.op in E4M3_CODES else TARGET
+        return made, w4a8.GroupedWeight.stack([w.pack(target=target) for w in made])
 
 
 def _w4a8(spec: Spec, rng: torch.Generator):
@@ -81,6 +83,18 @@ def _fp8(spec: Spec, rng: torch.Generator):
         factors.half(),
         channels,
         group_size=spec.group,
+        bias=torch.randint(-8, 8, (spec.n,), generator=rng).float() if spec.bias else None,
+    )
+
+
+def _mxfp4(spec: Spec, rng: torch.Generator):
+    low, high = (90, 122) if spec.free else (119, 122)
+    scales = torch.randint(low, high, (spec.n, -(-spec.k // 32)), generator=rng, dtype=torch.uint8)
+    return mxfp4_fp8.QuantizedWeight.canonical(
+        torch.randint(0, 16, (spec.n, spec.k), generator=rng, dtype=torch.uint8).to(DEVICE),
+        scales,
+        weight="mxfp4",
+        group_size=32,
         bias=torch.randint(-8, 8, (spec.n,), generator=rng).float() if spec.bias else None,
     )
 
@@ -142,7 +156,7 @@ class Case:
         s, rows = self.spec, {int(o[-1]) + self.outside[1] for o in self.offsets()} - {0}
         facts = dict(m=tuple(rows), group_size=s.group, bias=s.bias and self.out != "int32")
         if s.op != "w4a16":
-            codes, option = ("e4m3", "e4m3") if s.op == "w4a8_fp8" else ("int8", self.option)
+            codes, option = ("e4m3", E4M3_CODES[s.op]) if s.op in E4M3_CODES else ("int8", self.option)
             facts |= dict(out_dtype=self.out, dequantization=option)
             if TARGET:
                 del facts["m"]
@@ -171,7 +185,7 @@ class Case:
         x = torch.randn(m, k, generator=rng).to(getattr(torch, self.dtype)).to(DEVICE)
         if self.spec.op == "w4a16":
             return x
-        return (fp8 if self.spec.op == "w4a8_fp8" else w4a8).quantize_activations(x)
+        return (fp8 if self.spec.op in E4M3_CODES else w4a8).quantize_activations(x)
 
     def call(self, x, stacked, offsets, out):
         if self.spec.op != "w4a16":
@@ -185,7 +199,7 @@ class Case:
             of = x[rows]
             return w4a16_reference.gemm(of, weight, numerics), w4a16_reference.forward_error_bound(of, weight, numerics)
         q = x.q[rows, : weight.k]
-        if self.spec.op == "w4a8_fp8":
+        if self.spec.op in E4M3_CODES:
             dtype = getattr(torch, self.out)
             ref = fp8_reference.gemm(q, x.scales[rows], weight)
             if self.data != "random":
@@ -256,6 +270,10 @@ CASES = {
         Case(Spec("w4a8_fp8", 1, 192, 4112, 128), a, ("even",), data="unit") for a in (3, 64, 500)
     ),
     "fp8 many": tuple(Case(Spec("w4a8_fp8", 128, 192, 256, 64), a, data="integer") for a in (1, 8, 33)),
+    "mxfp4": tuple(
+        Case(Spec("mxfp4_fp8", 5, 320, 640, 32, bias=True), a, data=d) for a in (1, 40) for d in ("unit", "integer")
+    ),
+    "mxfp4 free": tuple(Case(Spec("mxfp4_fp8", 7, 450, 1040, 32, bias=True, free=True), a) for a in (2, 33, 300)),
     "fp8 goal": (Case(Spec("w4a8_fp8", 8, 4096, 7168, 128, free=True), 16, ("even", "random")),),
     "w4a16 few": (Case(Spec("w4a16", 5, 320, 640, 128), 16), Case(Spec("w4a16", 5, 320, 640, 128), 1, outside=(4, 4))),
     "w4a16 wider": tuple(Case(Spec("w4a16", 5, 320, 640, 128, symmetric=True), a) for a in (30, 60, 100, 250)),
@@ -273,7 +291,7 @@ CASES = {
 
 def runnable(**groups: tuple[Case, ...]) -> dict:
     """Arguments of a parametrization: groups of cases by name, without those that the target has no program for."""
-    few = {name: cases for name, cases in groups.items() if not TARGET or cases[0].spec.op != "w4a8_fp8"}
+    few = {name: cases for name, cases in groups.items() if not TARGET or cases[0].spec.op not in E4M3_CODES}
     return dict(argvalues=list(few.values()), ids=list(few))
 
 

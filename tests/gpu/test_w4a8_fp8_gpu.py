@@ -27,6 +27,11 @@ SPECS = (
     Spec(14336, 7168, 64),
     Spec(1, 16, 32, bias=True),
 )
+MXFP4 = (
+    Spec(256, 512, 32, mxfp4=True),
+    Spec(257, 208, 32, bias=True, mxfp4=True),
+    Spec(4096, 4096, 32, mxfp4=True),
+)
 MS = (0, 1, 7, 16, 17, 32, 33, 41, 64, 65, 90, 100, 128, 150, 181, 200, 256, 300, 330, 430, 1000)
 
 
@@ -38,7 +43,20 @@ def test_oracle(cases, kind):
     run_all(check, [Case(case.spec, case.m, kind, seed=i) for i, case in enumerate(cases)])
 
 
-@pytest.mark.parametrize("cases", [(Case(SPECS[3], 16), Case(SPECS[3], 200))], ids=["n4096"])
+@pytest.mark.parametrize("kind", ["one-hot", "integer", "random"])
+@pytest.mark.parametrize(
+    "cases",
+    [pytest.param(tuple(Case(s, m) for m in (1, 16, 33, 64, 200, 300, 1000)), id=f"n{s.n}-k{s.k}") for s in MXFP4],
+)
+def test_mxfp4(cases, kind):
+    run_all(check, [Case(case.spec, case.m, kind, seed=i) for i, case in enumerate(cases)])
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [(Case(SPECS[3], 16), Case(SPECS[3], 200)), (Case(MXFP4[2], 16), Case(MXFP4[2], 200))],
+    ids=["n4096", "mxfp4"],
+)
 def test_two_hundred_launches_give_the_same_bits(cases):
     """A stage given back too early shows as bits that change now and then."""
     for case in cases:

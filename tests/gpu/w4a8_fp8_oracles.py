@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from terrazzo.ops import w4a8
+from terrazzo.ops import mxfp4_fp8, w4a8
 from terrazzo.ops.w4a8 import fp8, fp8_reference
 
 DEVICE = "cuda"
@@ -27,6 +27,7 @@ class Spec:
     group: int = 128
     bias: bool = False
     smooth: bool = False
+    mxfp4: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ def canonical(spec: Spec, free: bool) -> fp8.QuantizedWeight:
     """A weight where references are computed; its scales are free, or powers of two."""
     rng = torch.Generator().manual_seed(spec.n)
     shape = (spec.n, -(-spec.k // spec.group))
+    if spec.mxfp4:
+        return mxfp4_weight(spec, free, rng)
     factors = torch.randn(shape, generator=rng) if free else 2.0 ** torch.randint(-2, 2, shape, generator=rng)
     channels = torch.exp(torch.randn(spec.n, generator=rng) * 0.5 - 5) if free else torch.full((spec.n,), 2.0**-6)
     return fp8.QuantizedWeight.canonical(
@@ -63,6 +66,20 @@ def canonical(spec: Spec, free: bool) -> fp8.QuantizedWeight:
         smooth=torch.exp(torch.randn(spec.k, generator=rng) * 0.5) if spec.smooth else None,
         bias=torch.randint(-8, 8, (spec.n,), generator=rng).float() if spec.bias else None,
     ).to(HOME)
+
+
+def mxfp4_weight(spec: Spec, free: bool, rng: torch.Generator) -> mxfp4_fp8.QuantizedWeight:
+    """Scales of a row 39 binades apart, the larger ones seldom; or four binades."""
+    shape = (spec.n, -(-spec.k // 32))
+    scales = torch.randint(119, 122, shape, generator=rng)
+    if free:
+        scales = torch.randint(80, 120, shape, generator=rng).where(torch.rand(shape, generator=rng) < 0.3, scales - 3)
+    codes = torch.randint(0, 16, (spec.n, spec.k), generator=rng, dtype=torch.uint8)
+    bias = torch.randint(-8, 8, (spec.n,), generator=rng).float() if spec.bias else None
+    made = mxfp4_fp8.QuantizedWeight.canonical(
+        codes, scales.to(torch.uint8), weight="mxfp4", group_size=32, bias=bias
+    )  # fmt: skip
+    return made.to(HOME)
 
 
 @lru_cache
@@ -107,7 +124,7 @@ def within(case: Case) -> None:
     y, x = launch(case, x.to(DEVICE)).to(HOME), x.to(HOME)
     if not case.m:
         return
-    q, scales = fp8_reference.quantize_activations(x, weight.smooth)
+    q, scales = fp8_reference.quantize_activations(x, getattr(weight, "smooth", None))
     ref = fp8_reference.gemm(q, scales, weight)
     error = (y.double() - ref).abs()
     bad = ~(error <= fp8_reference.forward_error_bound(q, scales, weight, y.dtype))

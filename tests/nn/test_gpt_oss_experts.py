@@ -23,10 +23,11 @@ def published(n: int, k: int, seed: int) -> tuple[tuple[torch.Tensor, ...], torc
     return (blocks, scales, bias), (values * 2.0 ** (scales.double()[..., None] - 127)).flatten(-2)
 
 
-def test_experts_give_what_gpt_oss_means():
+@pytest.mark.parametrize(("activations", "most"), [(None, 0.02), ("e4m3", 0.05)])
+def test_experts_give_what_gpt_oss_means(activations, most):
     """Rows 2 i are gates and 2 i + 1 ups; biases before the bound of 7, which both ends of up reach."""
     (gate_up, both), (down, back) = published(2 * INNER, HIDDEN, 1), published(HIDDEN, INNER, 2)
-    experts = nn.Experts.from_gpt_oss(gate_up, down)
+    experts = nn.Experts.from_gpt_oss(gate_up, down, activations=activations)
     rng = torch.Generator().manual_seed(3)
     x = torch.randn(TOKENS, HIDDEN, generator=rng).bfloat16()
     ids = torch.stack([torch.randperm(E, generator=rng)[:2] for _ in range(TOKENS)])
@@ -43,7 +44,7 @@ def test_experts_give_what_gpt_oss_means():
             wanted[token] += share * (back[e] @ h + down[2][e].double())
     assert reached == {"gate", "up", "down"}
     got = experts(x, ids, shares).double()
-    assert (got - wanted).norm() < 0.02 * wanted.norm()
+    assert (got - wanted).norm() < most * wanted.norm()
     halves = nn.Experts(experts.gate_up_proj.packed, experts.down_proj.packed)  # SiLU is another function
     assert (halves(x, ids, shares).double() - wanted).norm() > 0.1 * wanted.norm()
 
@@ -54,6 +55,8 @@ def test_gpt_oss_tensors_that_do_not_fit_are_refused_by_name():
         nn.Experts.from_gpt_oss(gate_up, gate_up)
     with pytest.raises(ArgumentError, match="scales"):
         nn.Experts.from_gpt_oss((gate_up[0], gate_up[1][:, :-1], gate_up[2]), down)
+    with pytest.raises(ArgumentError, match="activations = 'int8': must be None or \"e4m3\""):
+        nn.Experts.from_gpt_oss(gate_up, down, activations="int8")
 
 
 @pytest.mark.parametrize("family", [w4a16, w8a16])

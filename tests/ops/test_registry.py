@@ -14,6 +14,7 @@ from terrazzo.ops.linear.bytes import fp8_problem as w4a8_fp8_problem
 from terrazzo.ops.w4a8 import activations as w4a8_activations
 from terrazzo.ops.w4a8 import format as w4a8_format
 from terrazzo.ops.w4a8 import fp8_format as w4a8_fp8_format
+from terrazzo.ops.w4a8 import mxfp4_format
 from terrazzo.ops.w4a8 import reference as w4a8_reference
 from terrazzo.ops.w4a16.checkpoint import FORMATS
 from terrazzo.ops.w4ax import fmpq as w4ax_fmpq
@@ -60,6 +61,15 @@ def test_w4a8_entries_agree_with_the_code():
     for entry in integer:
         assert entry.groups == w4a8_format.GROUPS and ("auto", *entry.numerics) == w4a8_reference.DEQUANTIZATIONS
         assert entry.activations == ("int8", *w4a8_activations.DTYPES)
+
+
+def test_mxfp4_on_e4m3_agrees_with_the_code():
+    entries = [entry for entry in registry.REGISTRY if entry.operator == "mxfp4_fp8"]
+    assert {entry.format for entry in entries} == {"gpt_oss", "compressed_tensors", "rtn"}
+    for entry in entries:
+        assert entry.groups == mxfp4_format.PackedWeight.GROUPS and entry.numerics == (w4a8_fp8_problem.E2M1,)
+        native = {a for a in CAPABILITIES if any(map(Target.parse(a).supports, w4a8_fp8_format.INSTRUCTIONS))}
+        assert set(entry.targets) == native
 
 
 def test_the_w4ax_entry_agrees_with_the_code():

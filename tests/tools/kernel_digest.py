@@ -145,15 +145,17 @@ def _w4a8() -> Calls:
     from terrazzo.ops import w4a8
 
     def calls(label: str, target: str, ms: tuple[int, ...], n: int = N, k: int = K, **changes) -> Calls:
-        kind = "w4a8 e4m3" if changes.get("dequantization") == "e4m3" else "w4a8"
+        kinds = {"e4m3": "w4a8 e4m3", "e2m1": "w4a8 mxfp4"}
+        kind = kinds.get(changes.get("dequantization"), "w4a8")
         for m in ms:
             yield f"{kind} {target}{label} m={m}", partial(w4a8.kernel_requests, n, k, m=m, target=target, **changes)
 
     for target in ("sm_80", "sm_89", "sm_90a"):
         yield from calls("", target, (1, 16, 64, 512))
-    e4m3 = dict(dequantization="e4m3", group_size=128)
+    e4m3, mxfp4 = dict(dequantization="e4m3", group_size=128), dict(dequantization="e2m1", group_size=32, dtype=None)
     for target in ("sm_89", "sm_90a"):
         yield from calls("", target, (1, 16, 64, 512), **e4m3)
+        yield from calls("", target, (1, 512), **mxfp4)
     only = dict(dtype=None)  # no kernel that quantizes activations
     for label, changes in (
         (" bf16 bias", only | dict(out_dtype="bfloat16", bias=True)),
@@ -177,6 +179,8 @@ def _w4a8() -> Calls:
         for target, form, facts in every:
             call = partial(w4a8.grouped_requests, N, K, 8, m=m, target=target, **facts)
             yield f"w4a8{form} {target} grouped m={m}", call
+    grouped = partial(w4a8.grouped_requests, N, K, 8, m=16, target="sm_90a", group_size=32, dequantization="e2m1")
+    yield "w4a8 mxfp4 sm_90a grouped m=16", grouped
 
 
 def _w4ax() -> Calls:

@@ -29,7 +29,7 @@ def form_of(gemm: Gemm, *, block_tokens: int, row_blocks: int, pieces: int = 1, 
     if not gemm.converts:
         own = dict(block_tokens=block_tokens, row_blocks=row_blocks, pieces=pieces)
         return direct.form_of(gemm, **own, anywhere=experts > 0)
-    if gemm.dequantization == fp8_problem.E4M3:
+    if gemm.float_sums:
         return post_form(gemm, block_tokens=block_tokens, row_blocks=row_blocks, pieces=pieces)
     return integer_form(gemm, block_tokens=block_tokens)
 

@@ -7,9 +7,10 @@ from terrazzo.layouts.converters import Converter, get_converter
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.linear.bytes import direct, problem
 
-E4M3 = "e4m3"
-"""The `dequantization` of this form: codes become e4m3 operands, and their sums are float32."""
-CONVERTER = "z4_e4m3"
+E4M3, E2M1 = "e4m3", "e2m1"
+CONVERTERS = {E4M3: "z4_e4m3", E2M1: "e2m1_e4m3"}
+"""The `dequantization` of this form, of integers and of e2m1 -> the converter: codes become e4m3 operands, and their
+sums are float32."""
 OUT_DTYPES = ("float16", "bfloat16")
 
 
@@ -20,6 +21,8 @@ class Gemm(problem.Gemm):
     def __post_init__(self):
         check_out_dtype(self.out_dtype)
         problem.Gemm(self.n, self.k, self.group, self.out_dtype, "xor", self.bias)  # the checks that both share
+        if self.dequantization == E2M1 and self.group != 32:
+            raise ArgumentError("group", self.group, "must be 32 of MXFP4", "leave it out")
 
     @property
     def row_values(self) -> bool:
@@ -35,7 +38,7 @@ class Gemm(problem.Gemm):
 
     @property
     def converter(self) -> Converter:
-        return get_converter(CONVERTER)
+        return get_converter(CONVERTERS[self.dequantization])
 
 
 def check_out_dtype(out_dtype: str) -> None:
@@ -46,7 +49,7 @@ def check_out_dtype(out_dtype: str) -> None:
 
 def of(n: int, k: int, group: int, out_dtype: str, dequantization: str, bias: bool) -> problem.Gemm:
     """The Gemm of a program's parameters: of 4-bit codes on e4m3 or int8 activations, or of bytes on bytes."""
-    kind = Gemm if dequantization == E4M3 else direct.Gemm if dequantization in direct.NUMERICS else problem.Gemm
+    kind = Gemm if dequantization in CONVERTERS else direct.Gemm if dequantization in direct.NUMERICS else problem.Gemm
     return kind(n, k, group, out_dtype, dequantization, bias)
 
 

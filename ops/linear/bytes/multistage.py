@@ -103,7 +103,7 @@ def operand_macros(gemm: Gemm, shape: Tile, operand: SimpleNamespace) -> SimpleN
         for m in T.unroll(shape.row_blocks):
             at = slot * (shape.blocks * gemm.unit_words) + (tile + m) // 4 * gemm.unit_words + 2 * BLOCK_WORDS
             word = lds32(Ws[at + q * (RECORD_BYTES // 4) + (tile + m) % 4 * 8 + lane // 4])
-            if gemm.dequantization == fp8_problem.E4M3:
+            if gemm.float_sums:
                 operand.factors(v, m * 2, word)
             else:
                 T.call_extern(
@@ -246,8 +246,8 @@ def tile_program(gemm: Gemm, shape: Tile, *, stages: int, kc: int, raster: int, 
     """The prim_func of `program` for legal values."""
     import tilelang.language as T
 
-    n, k, e4m3, rb, threads = gemm.n, gemm.k, gemm.dequantization == fp8_problem.E4M3, shape.row_blocks, shape.threads
-    converts, scaled, channels = gemm.converts, gemm.blocks, gemm.channels
+    n, k, rb, threads, converts = gemm.n, gemm.k, shape.row_blocks, shape.threads, gemm.converts
+    e4m3, scaled, channels = converts and gemm.float_sums, gemm.blocks, gemm.channels
     units, all_blocks, ig, unit_words = gemm.units, gemm.row_blocks, gemm.groups, gemm.unit_words
     pairs, nacc, blocks = shape.pairs, shape.sums, shape.blocks
     row_tiles = -(-all_blocks // blocks)

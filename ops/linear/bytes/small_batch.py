@@ -108,7 +108,7 @@ def build(
     import tilelang.language as T
 
     gemm = fp8_problem.of(n, k, group, out_dtype, dequantization, bias)
-    e4m3 = dequantization == fp8_problem.E4M3
+    e4m3 = gemm.float_sums
     sum_type = "float32" if e4m3 else "int32"
     nt, ig, rows = token_tiles, gemm.groups, gemm.row_blocks * 64
     most = resident_rows(nt, tokens)

@@ -79,8 +79,9 @@ def build(program: str, weight, q, scales, schedule, target, out_dtype, fold):
     """(CUDA text, values of the kernel's parameters that every program has, y full of NaN)."""
     module = importlib.import_module(f"terrazzo.ops.linear.bytes.{program}")
     (m, k), packed = q.shape, weight.pack()
-    gemm = fp8_problem.Gemm(weight.n, k, weight.group_size, out_dtype, "e4m3", True)
-    params = dict(n=gemm.n, k=k, group=gemm.group, out_dtype=out_dtype, dequantization="e4m3", bias=True)
+    form = packed.DEQUANTIZATION
+    gemm = fp8_problem.Gemm(weight.n, k, weight.group_size, out_dtype, form, True)
+    params = dict(n=gemm.n, k=k, group=gemm.group, out_dtype=out_dtype, dequantization=form, bias=True)
     request = KernelRequest(
         f"w4a8.{program}", f"{module.__name__}:build", tuple((params | schedule.params()).items()), target,
         module.PASS_CONFIGS,
@@ -150,8 +151,12 @@ CASES = {  # n, k, group, m, schedule, (grid, shared tiles) of stream_k, output;
 
 @pytest.mark.parametrize("name", cases(CASES, [name for name, case in CASES.items() if case[-1]]))
 def test_kernel(name, tmp_path):
-    n, k, group, m, schedule, partition, out_dtype, _ = CASES[name]
-    weight = random_weight(n, k, group)
+    check(name, random_weight(*CASES[name][:3]), CASES[name], tmp_path)
+
+
+def check(name, weight, case, tmp_path):
+    """A kernel on random activations is inside the bound."""
+    n, k, group, m, schedule, partition, out_dtype, _ = case
     rng = torch.Generator().manual_seed(m)
     q, scales = fp8_reference.quantize_activations(torch.randn(m, k, generator=rng) * 3)
     given = q.view(torch.int8)
