@@ -27,8 +27,6 @@ OWN = ("w4a16_symmetric_g32", "generic", "separate", "copy", "empty")
 TITLES = {
     **report.TITLES, "mxfp4": "MXFP4 weights", "nvfp4": "NVFP4 weights", "fp8": "FP8 weights", "w8a16": "INT8 weights"
 }  # fmt: skip
-SUPERSEDED = {("nvfp4", "ffb4797c6a11b5310b1fddc512c891634c964321"): ", of the layout before today's"}
-"""(operator, commit of its rows) -> what their title says where today's kernels are others, not timed yet."""
 Ratios = Mapping[tuple[str, int], float]
 """(peer, size) -> how many times as fast ours is."""
 
@@ -48,7 +46,6 @@ def products(result: Mapping[str, Any]) -> dict[str, Ratios]:
     for row in (row for row in result["rows"] if row["us"]):
         brain = row["op"] == "w4a16" and row["dtype"] == "bfloat16"
         title = TITLES.get(row["op"], row["op"]) + ", bfloat16" * brain
-        title += SUPERSEDED.get((row["op"], result.get("commit", "")), "")
         named = {"cublas_f16": "cublas_bf16"} if brain else {}  # torch.mm in the row's dtype, whatever its name
         peers = ((named.get(peer, peer), us) for peer, us in row["peers"].items() if peer not in OWN)
         found.setdefault(title, []).extend((peer, row["m"], us / row["us"]) for peer, us in peers)
