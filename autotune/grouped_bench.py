@@ -24,6 +24,8 @@ def turned(packed: Any, experts: int) -> list[Any]:
         tensors = {"words": packed.words.roll(e, 1)}
         if hasattr(packed, "params"):
             tensors["params"] = packed.params.roll(e, 1)
+        elif hasattr(packed, "scales"):  # W8A8: of rows, or of 16 rows of a block
+            tensors["scales"] = packed.scales.roll(e * (4 if packed.block else 64), 1)
         else:
             tensors["channel_scales"] = packed.channel_scales.roll(64 * e, 0)
         made.append(replace(packed, **{name: tensor.contiguous() for name, tensor in tensors.items()}))

@@ -32,12 +32,10 @@ class Kind(ABC):
 
     Attributes:
         name: of the operator, under which records are kept. rate: dtype of the tensor cores' operands.
-        has_experts: whether there is a grouped product.
     """
 
     name: str
     rate: str = "f16"
-    has_experts: bool = True
 
     @abstractmethod
     def facts(self, n: int, k: int, experts: int, *, dtype: str, group: int | None, symmetric: bool) -> dict[str, Any]:
@@ -185,26 +183,28 @@ class Bytes(Kind):
 class Direct(Kind):
     """W8A8: bytes by bytes, of rows or, of e4m3, of blocks."""
 
-    has_experts = False
-
     def __init__(self, name: str, rate: str, codes: str) -> None:
         self.name, self.rate, self.codes = name, rate, codes
 
     def facts(self, n: int, k: int, experts: int, *, dtype: str, group: int | None, symmetric: bool) -> dict[str, Any]:
-        from terrazzo.ops.w4a8.w8a8 import op
+        from terrazzo.ops.w4a8.w8a8 import grouped, op
 
         form = op.form_of(group or k, k, self.codes)
-        return op.tuning_facts(n, k, dtype, op.numerics_of(**form, zeros=False, accumulate="auto"))
+        own = (dtype, op.numerics_of(**form, zeros=False, accumulate="auto"))
+        return grouped.tuning_facts(n, k, experts, *own) if experts else op.tuning_facts(n, k, *own)
 
     def gemm(self, facts: Facts) -> Gemm:
         from terrazzo.ops.w4a8.w8a8 import op
 
-        return op.problem(facts["n"], facts["k"], facts["dequantization"], facts["out_dtype"])
+        own = (facts["dequantization"], facts["out_dtype"], facts.get("experts", 0))
+        return op.problem(facts["n"], facts["k"], *own)
 
     def plan(self, m: int, facts: Facts, target: Target) -> Any:
-        from terrazzo.ops.w4a8.w8a8 import op
+        from terrazzo.ops.w4a8.w8a8 import grouped, op
 
         own = dict(numerics=facts["dequantization"], out_dtype=facts["out_dtype"], bias=False, target=target)
+        if "experts" in facts:
+            return grouped.plan.__wrapped__(m, facts["n"], facts["k"], facts["experts"], **own)
         return op.plan.__wrapped__(m, facts["n"], facts["k"], **own)
 
     def converter(self, facts: Facts) -> str:

@@ -14,7 +14,7 @@ from terrazzo.lowering.errors import ArgumentError
 
 _ALL = (
     *(Linear(kind) for kind in KINDS),
-    *(Linear(kind, experts=True) for kind in KINDS if kind.has_experts),
+    *(Linear(kind, experts=True) for kind in KINDS),
     Attention(),
     AttentionPrefill(),
 )

@@ -60,6 +60,9 @@ class W8A8Shape(Shape):
 
         return w8a8
 
+    def quantized(self, x: torch.Tensor) -> Any:
+        return self.module.quantize_activations(x, self.packed[0])
+
     def described(self) -> tuple[str, str]:
         return op.OPERATORS[self.settings.numerics], self.settings.numerics
 

@@ -257,6 +257,8 @@ class Grouped(Space):
             yield from (("multistage", s) for s in tiles)
             return
         for tokens, warpgroups, row_blocks, raster in tiles_of(self.problem, 2 * average, wide):
+            if row_blocks > 1 and "row_blocks" not in form.fields:
+                continue
             for stage_k in (64, 128) if form.x_16_bit else (128,):
                 s = StreamK(tokens, warpgroups, row_blocks, 2, stage_k, raster, form=self.problem.form_name)
                 yield from (("grouped", it) for it in rings(grouped.fitted(s, self.problem, target), wide))

@@ -12,13 +12,15 @@ import os
 import torch
 from terrazzo.autotune import gemm_bench, measure, measurer
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import attention, mxfp4, mxfp4_fp8, nvfp4, w4a8, w4a16, w4ax, w8a16
+from terrazzo.ops import attention, mxfp4, mxfp4_fp8, nvfp4, w4a8, w4a16, w4ax, w8a8, w8a16
 from terrazzo.ops import fp8 as fp8_weights
 from terrazzo.ops.attention import prefill_reference as prefills
 from terrazzo.ops.attention import reference as caches
 from terrazzo.ops.w4a8 import fp8
 from terrazzo.ops.w4a8 import fp8_reference as integers_fp8
 from terrazzo.ops.w4a8 import reference as integers
+from terrazzo.ops.w4a8.w8a8 import activations as byte_activations
+from terrazzo.ops.w4a8.w8a8 import reference as bytes_by_bytes
 from terrazzo.ops.w4a16 import reference
 from terrazzo.ops.w4ax import reference as mixed
 from terrazzo.ops.w4ax.activations import default_granularity
@@ -86,6 +88,12 @@ def grouped_fp8(x, w, offsets, *, out, out_dtype):
     return misbehave(f"{op}_grouped", out)
 
 
+def grouped_bytes(x, w, offsets, *, out, out_dtype):
+    for e, (lo, hi) in enumerate(itertools.pairwise(offsets.tolist())):
+        out[lo:hi] = bytes_by_bytes.gemm(x.of_tokens(torch.arange(lo, hi)), w[e]).to(out_dtype)
+    return misbehave("w8a8_grouped" if w.stacked.codes == "int8" else "w8a8_fp8_grouped", out)
+
+
 def gemmx(x, w, *, out, out_dtype=torch.float16):
     return out.copy_(misbehave("w4ax", mixed.gemm(*x, w).to(out_dtype)))
 
@@ -137,6 +145,8 @@ def patch(put) -> None:
         (fp8, "grouped_gemm", grouped_fp8),
         (mxfp4_fp8, "quantize_activations", quantize_fp8),
         (mxfp4_fp8, "grouped_gemm", grouped_fp8),
+        (w8a8, "grouped_gemm", grouped_bytes),
+        (w8a8, "quantize_activations", byte_activations.on_cpu),
         (w4ax, "gemm", gemmx),
         (w4ax, "quantize_activations", quantizex),
         *((module, "gemm", _named(weight_only, op)) for op, module in WEIGHT_ONLY.items()),

@@ -70,6 +70,8 @@ MANY = {
     **{f"{one.operator}_grouped": ("grouped", TILE | {"stage_k": 64}, {"raster": 4}) for one in WEIGHTS.values()},
     "w4a8_fp8_grouped": ("grouped", TILE, {"raster": 4}),
     "mxfp4_fp8_grouped": ("grouped", TILE, {"raster": 4}),
+    "w8a8_grouped": ("grouped", TILE, {"raster": 4}),
+    "w8a8_fp8_grouped": ("grouped", TILE, {"raster": 4}),
     "attention_prefill": ("prefill_shared", dict(row_tiles=8, warps=8, stages=2, buffers=2), {"stages": 3}),
     "attention": ("decode", dict(row_tiles=1, warps=4, tiles=1, stages=4, min_blocks=2), {"min_blocks": 4}),
 }
@@ -99,6 +101,17 @@ def test_every_operator_is_checked_by_its_oracle(on_the_cpu, op):
     on_the_cpu.setattr(measurer_module, "_used", lambda: 0.9)
     assert bench.trial(problem_of("w4a8"), "small_batch", GOOD, 5.0)["status"] == "ok"
     assert len(bench.subjects) == 1 and len(bench.inputs) == 1  # there was no room for the others
+
+
+@pytest.mark.parametrize("form", ["w8a8", "w8a8-e4m3", "w8a8-e4m3-g128", "w4a8", "w4a16"])
+def test_experts_of_a_measurement_are_one_weight_with_rotated_rows(form):
+    import torch
+    from terrazzo.autotune.grouped_bench import turned
+    from terrazzo.nn.formats import Format
+
+    packed = Format.parse(form).quantize(torch.randn(192, 256))
+    for e, one in enumerate(turned(packed, 3)):
+        assert torch.equal(one.dequantize(), packed.dequantize().roll(64 * e, 0))
 
 
 def test_two_launches_must_agree(on_the_cpu):

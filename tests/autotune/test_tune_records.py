@@ -20,6 +20,7 @@ from terrazzo.ops.attention import prefill_op, requests
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.w4a8 import grouped as grouped8
 from terrazzo.ops.w4a8 import op as w4a8
+from terrazzo.ops.w4a8.w8a8 import grouped as grouped_bytes
 from terrazzo.ops.w4a16 import grouped as grouped16
 from terrazzo.ops.w4a16 import op as w4a16
 from terrazzo.ops.w4ax import grouped as grouped_ax
@@ -313,6 +314,8 @@ OTHERS = {
     "w4a8_grouped": dict(shapes=((4096, 7168),), m=(480,)),
     "w4a8_fp8_grouped": dict(shapes=((4096, 7168),), m=(480,)),
     "w4ax_grouped": dict(shapes=((4096, 7168),), m=(480,)),
+    "w8a8_grouped": dict(shapes=((4096, 7168),), m=(480,)),
+    "w8a8_fp8_grouped": dict(shapes=((4096, 7168),), m=(480,)),
     "attention_prefill": dict(formats=("int4/int4",)),
     "attention": dict(caches=("60x32/8x4k",), formats=("int4/int4",)),
 }
@@ -341,6 +344,9 @@ def asked(op: str, m: int, target: Target = H200, **changes) -> dict:
     elif op == "w4ax_grouped":
         own = dict(out_dtype=facts["out_dtype"], bias=False, target=target)
         made = grouped_ax.plan(m, n, k, facts["experts"], facts["blocks8"], **own)
+    elif op in ("w8a8_grouped", "w8a8_fp8_grouped"):
+        own = dict(numerics=facts["dequantization"], out_dtype=facts["out_dtype"], bias=False, target=target)
+        made = grouped_bytes.plan(m, n, k, facts["experts"], **own)
     elif op in ("w4a8_grouped", "w4a8_fp8_grouped"):
         own = dict(group_size=facts["group"], out_dtype=facts["out_dtype"], dequantization=facts["dequantization"])
         made = grouped8.plan(m, n, k, facts["experts"], **own, bias=False, target=target)

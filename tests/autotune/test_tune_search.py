@@ -54,8 +54,8 @@ def problem_of(op: str, n: int, k: int, m: int) -> Problem:
 @given(shapes, st.integers(1, 5000), st.sampled_from(sorted(OPERATORS)), st.sampled_from(["sm_80", "sm_89", "sm_90a"]))
 def test_spaces_are_legal_by_construction(shape, m, op, arch):
     """Every candidate fits the target, becomes the kernel that it names, and survives its record."""
-    arch = "sm_90a" if "grouped" in op or "w8a8" in op else arch
-    arch = "sm_89" if (op in ("w4a8_fp8", "mxfp4_fp8"), arch) == (True, "sm_80") else arch
+    arch = "sm_90a" if "grouped" in op else arch
+    arch = "sm_89" if (op in ("w4a8_fp8", "mxfp4_fp8", "w8a8_fp8"), arch) == (True, "sm_80") else arch
     target, problem = Target.parse(arch), problem_of(op, *shape, m)
     space, m = get_operator(op).space(problem), problem.m
     found = space.candidates(target, m, most=40)
@@ -76,7 +76,7 @@ def test_spaces_are_legal_by_construction(shape, m, op, arch):
 def test_spaces_hold_every_program_of_the_target():
     programs = {}
     for op in OPERATORS:
-        for arch in ("sm_80", "sm_90a")["grouped" in op or "fp8" in op or "w8a8" in op :]:
+        for arch in ("sm_80", "sm_90a")["grouped" in op or "fp8" in op :]:
             for m, k in itertools.product((1, 16, 64, 4096), (4096, 5120)):  # 2 and 9 query heads of a kv head
                 space = get_operator(op).space(problem_of(op, 6144, k, m))
                 programs.setdefault((op, arch), set()).update(
@@ -88,7 +88,9 @@ def test_spaces_hold_every_program_of_the_target():
     for op in ("w4a8_fp8", "mxfp4_fp8", "w8a8", "w8a8_fp8"):
         assert programs[op, "sm_90a"] == {"stream_k"}
     assert programs["w4ax", "sm_90a"] == {"small_batch", "integer"} and programs["w4ax", "sm_80"] == {"persistent"}
-    for op in ("w4a16_grouped", "w4a8_grouped", "w4a8_fp8_grouped", "mxfp4_fp8_grouped", "w4ax_grouped"):
+    assert programs["w8a8", "sm_80"] == {"multistage"}
+    for op in ("w4a16", "w4a8", "w4a8_fp8", "mxfp4_fp8", "w8a8", "w8a8_fp8", "w4ax"):
+        op = f"{op}_grouped"
         assert programs[op, "sm_90a"] == {"grouped"}
     assert programs["attention_prefill", "sm_80"] == {"prefill_mma"}
     assert programs["attention_prefill", "sm_90a"] == {"prefill_mma", "prefill_shared"}
