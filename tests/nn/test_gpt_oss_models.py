@@ -67,7 +67,11 @@ def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 def published(folder: Path, config) -> tuple[Path, torch.nn.Module]:
     """A folder as gpt-oss is published, and the model in float32 that it means."""
-    model = model_of(config)
+    return written(folder, model_of(config), config)
+
+
+def written(folder: Path, model: torch.nn.Module, config) -> tuple[Path, torch.nn.Module]:
+    """The same of a model's own values, which become those that the folder means."""
     tensors = {}
     for name, value in model.state_dict().items():
         if name.endswith(("gate_up_proj", "down_proj")):
@@ -118,8 +122,9 @@ def test_logits_are_those_of_transformers(folder, tmp_path):
 
 @torch.no_grad()
 @pytest.mark.parametrize("part", ["sinks", "windows", "yarn", "biases", "router", "interleaved"])
-def test_each_part_of_the_architecture_is_seen_in_the_logits(folder, part):
-    """What the test above would say if a part were left out."""
+def test_each_part_of_the_architecture_is_seen_in_the_logits(folder, part, tmp_path):
+    """A folder with one part changed is loaded as transformers' model of it, far from the unchanged one. Rounding may
+    turn a tie of the router for a token."""
     model = folder[1]
     wanted = model(PROMPT).logits
     config = config_of()
@@ -136,7 +141,10 @@ def test_each_part_of_the_architecture_is_seen_in_the_logits(folder, part):
             parameter.zero_()
         if part == "interleaved" and "gate_up_proj" in name:
             parameter.copy_(torch.cat([parameter[..., 0::2], parameter[..., 1::2]], -1))
-    assert apart(other(PROMPT).logits, wanted) > 0.03
+    path, other = written(tmp_path, other, config)
+    got, changed = load(path, device="cpu", dtype=torch.float16)(PROMPT).logits, other(PROMPT).logits
+    off = torch.tensor([apart(one, other) for one, other in zip(got[0], changed[0])])
+    assert off.quantile(0.9) < 0.01 and apart(changed, wanted) > 0.03
 
 
 @torch.no_grad()
