@@ -385,9 +385,11 @@ def gains(result: Mapping[str, Any]) -> str:
     if not lines:
         return ""
     head = ("model", "weights", "requests", "beside", "products", "output token", "tokens/s")
-    said = (
-        "What kernels gain, and what is left of it in the engine: milliseconds of our products in a step, and ratios."
-    )
+    said = "What kernels gain, and what is left of it in the engine: "
+    if any(products for *_, products, _, _ in lines):
+        said += "milliseconds of our products in a step, and ratios."
+    else:  # no row was profiled
+        head, lines, said = (*head[:4], *head[5:]), [(*line[:4], *line[5:]) for line in lines], f"{said}ratios."
     return f"\n\n{said}\n\n{report.markdown(head, lines)}"
 
 

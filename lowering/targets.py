@@ -10,6 +10,7 @@ sm_120a gets the programs of sm_89: a bulk copy to `.shared::cluster` becomes a 
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -221,9 +222,17 @@ def _model(name: str, arch: str) -> str | None:
     return max(fits, key=len, default=None)
 
 
+def _near(spec: object) -> str:
+    """The names most like what was asked for, for messages; "" for none."""
+    names = {name.removeprefix("nvidia/").removeprefix("nvidia-"): name for name in TARGET_NAMES}
+    word = str(spec).lower().removeprefix("nvidia/").removeprefix("nvidia-")
+    found = [names[each] for each in difflib.get_close_matches(word, names, n=3, cutoff=0.6)]
+    return f"{' or '.join(map(repr, found))}; or " if found else ""
+
+
 def _choices() -> str:
     return f"for example Target.parse({next(reversed(_DEFAULT_DEVICE))!r}); supported: {', '.join(TARGET_NAMES)}"
 
 
 def _unsupported(spec: object) -> TargetError:
-    return TargetError("target", spec, "this GPU target is not supported", "use " + _choices())
+    return TargetError("target", spec, "this GPU target is not supported", f"use {_near(spec)}{_choices()}")

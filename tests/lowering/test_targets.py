@@ -44,6 +44,16 @@ def test_others_are_refused_with_the_list(spec):
         Target.parse(spec)
 
 
+@pytest.mark.parametrize(
+    ("spec", "near"),
+    [("sm_90", "sm_90a"), ("h100", "nvidia/nvidia-h100"), ("nvidia/rtx-4090", "nvidia/geforce-rtx-4090")],
+)
+def test_what_a_refused_name_is_most_like_comes_first(spec, near):
+    with pytest.raises(TargetError) as refused:
+        Target.parse(spec)
+    assert near in refused.value.remedy.partition("for example")[0]
+
+
 def test_emulated_instructions_are_no_capabilities():
     hopper = Target.parse("sm_90a")
     assert not hopper.supports("mma.s4") and not hopper.supports("mma.e4m3") and hopper.supports("wgmma.e4m3")
