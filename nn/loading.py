@@ -89,6 +89,10 @@ def load(
     if own:
         if form is not None:
             raise ArgumentError("quantize", str(form), "the folder's weights are packed", "quantize the float model")
+        if weight_only:
+            constraint = "the folder's weights are packed, with the activations that they multiply"
+            remedy = "load the folder that they are from with weight_only=True, and save that"
+            raise ArgumentError("weight_only", True, constraint, remedy)
         from terrazzo.ops.checkpoints import TensorFiles
 
         made = Stored(_Lazy(TensorFiles(source), to), to, found)

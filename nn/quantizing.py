@@ -79,7 +79,7 @@ def quantize_folder(
         raise ArgumentError("calibration", None, f"kv={static[0]!r} needs to see keys and values", "pass token numbers")
     checkpoint = Checkpoint(source)
     if checkpoint.layers():
-        raise ArgumentError("source", str(source), "has 4-bit layers already", "terrazzo.load reads them")
+        raise ArgumentError("source", str(source), "has quantized layers already", "terrazzo.load reads them")
     folder = weights.path_of(out)
     if form.family == "w4a8":
         options = {"rule": "search"} | dict(options or {})

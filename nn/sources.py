@@ -199,13 +199,13 @@ class Published(Source):
                 remedy = "take the checkpoint's own config.json"
                 raise ArgumentError(name, f"{seen} outputs", f"must have {rows} by the config", remedy)
         if not any(isinstance(part, tuple) for part in parts):
-            made = join(_at_one_scale(parts), names[0])
+            made = join(_at_one_scale(parts, names), names[0])
             self.report(own, made, None)
             return made
         if not all(isinstance(part, tuple) for part in parts):
             seen = [name for name, part in zip(names, parts) if isinstance(part, tuple)]
             constraint = "layers that one product joins must all be quantized, or none"
-            raise ArgumentError("path", seen, f"is float beside 4-bit layers: {constraint}", "quantize them alike")
+            raise ArgumentError("path", seen, f"is float beside quantized layers: {constraint}", "quantize them alike")
         if len({w.shape[1] for w, _ in parts}) > 1:
             seen = {name: list(w.shape) for name, (w, _) in zip(names, parts)}
             raise ArgumentError("path", seen, "layers of one input must have one K", "get the checkpoint again")
@@ -342,7 +342,7 @@ class Published(Source):
         back = [self._made([d], f"{own}.{e}.down", shares=(columns,), **last) for e, d in enumerate(downs)]
         if isinstance(both[0], tuple) or isinstance(back[0], tuple):
             raise _float_experts(own)
-        return Experts.of_packed(_at_one_scale(both), _at_one_scale(back), activation)
+        return Experts.of_packed(_at_one_scale(both, (*gates, *ups)), _at_one_scale(back, downs), activation)
 
 
 def _cut_of_experts(name: str, shape: Sequence[int], share: Share | None) -> Cut | None:
@@ -389,12 +389,17 @@ def _float_experts(own: str) -> ArgumentError:
     return ArgumentError("quantize", None, f"the experts of {own} are float, which has no operator", remedy)
 
 
-def _at_one_scale(parts: Sequence[Any]) -> list[Any]:
+def _at_one_scale(parts: Sequence[Any], names: Sequence[str]) -> list[Any]:
     """W8A8 weights of one input, whose static activations then have the largest scale of theirs, as engines do it.
-    Those with zero points stay as they are."""
+    No scale is that of unlike zero points: they are refused."""
     scales = {getattr(part, "input_scale", None) for part in parts}
-    if len(scales) == 1 or None in scales or any(part.input_zero for part in parts):
+    if None in scales:
         return list(parts)
+    stated = [(part.input_scale, part.input_zero) for part in parts]
+    if len(set(stated)) > 1 and any(zero for _, zero in stated):
+        constraint = f"layers of one input ({names[0]} to {names[-1]}) have unlike static scales with zero points"
+        remedy = "pass weight_only=True, which multiplies 16-bit activations"
+        raise ArgumentError("input_zero_point", [zero for _, zero in stated][:8], constraint, remedy)
     return [replace(part, input_scale=max(scales)) for part in parts]
 
 

@@ -280,7 +280,8 @@ def _gptq(tensors: dict[str, Any], config: LayerConfig) -> QuantizedWeight:
 
 
 def _compressed(tensors: dict[str, Any], config: LayerConfig) -> QuantizedWeight:
-    given = compressed_tensors.without_static(tensors)
+    static = ("input_scale", "input_zero_point")  # of x in 8 bits: not read, x stays in 16
+    given = {leaf: tensor for leaf, tensor in tensors.items() if leaf not in static}
     if config.desc_act and "weight_g_idx" not in given and given["weight_scale"].shape[-1:] != (1,):
         constraint = "the config states actorder by groups, which needs the group of each channel"
         raise ArgumentError("weight_g_idx", None, constraint, "add the layer's weight_g_idx tensor")
@@ -294,7 +295,7 @@ FAMILY = loaders.Family(
     "w8a16",
     {"gptq": _gptq, "compressed_tensors": _compressed, "int_quantized": _compressed},
     pack,
-    activations=("", "int8"),
+    activations=("", *loaders.WORDS),
     bits=8,
 )
 

@@ -11,11 +11,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terrazzo.ops import dlpack
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import dlpack, weights
 from terrazzo.ops.checkpoints import loaders
 from terrazzo.ops.checkpoints import w8a8 as published
 from terrazzo.ops.grouped import GroupedWeight
@@ -80,17 +81,25 @@ def pack(
     return w8_format.pack(QuantizedWeight.canonical(codes, scales, **options), target=target)
 
 
-def _int8(tensors: dict[str, torch.Tensor], config: LayerConfig) -> QuantizedWeight:
-    return QuantizedWeight.canonical(**published.int8_arguments(tensors, config))
+def _reader(arguments: Callable[..., dict[str, Any]]) -> Callable[..., QuantizedWeight]:
+    """(tensors of a layer, its config) -> its weight. Errors of static activations name what does without them."""
 
+    def read(tensors: dict[str, torch.Tensor], config: LayerConfig) -> QuantizedWeight:
+        try:
+            with weights.renamed(input_zero="input_zero_point"):
+                return QuantizedWeight.canonical(**arguments(tensors, config))
+        except ArgumentError as error:
+            if error.argument not in ("input_scale", "input_zero_point"):
+                raise
+            remedy = f"{error.remedy}, or pass weight_only=True to terrazzo.load, which multiplies 16-bit activations"
+            raise ArgumentError(error.argument, error.value, error.constraint, remedy) from None
 
-def _fp8(tensors: dict[str, torch.Tensor], config: LayerConfig) -> QuantizedWeight:
-    return QuantizedWeight.canonical(**published.fp8_arguments(tensors, config))
+    return read
 
 
 FAMILY = loaders.Family(
     "w8a8",
-    {"int_quantized": _int8, "fp8": _fp8},
+    {"int_quantized": _reader(published.int8_arguments), "fp8": _reader(published.fp8_arguments)},
     w8_format.pack,
     activations=("", "int8", "int8 static", "int8 asymmetric", "int8 static asymmetric"),
     bits=8,

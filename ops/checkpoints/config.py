@@ -83,7 +83,7 @@ class LayerConfig:
             weights in small floats "": their kernels multiply 16-bit x, whatever is stated. Of int8 weights also
             "int8 static", "int8 asymmetric" and "int8 static asymmetric".
         inputs: the same of fp8 weights, which W8A8 obeys: "e4m3", "e4m3 static", "" or None. It refuses "e4m3 bounded",
-            by `activation_scale_ub`, and "e4m3 ue8m0", whose scales are rounded up to powers of two.
+            by `activation_scale_ub`, "e4m3 ue8m0", whose scales are rounded up to powers of two, and "other", all else.
         skip: why the layer cannot be read as its tensors say, or why the config leaves it out, else "".
         excluded: `skip` says that the config leaves the layer out of quantization.
     """
@@ -198,6 +198,7 @@ class Config:
         """Of the caller's format, with what the config says beside its own."""
         same = stated.format is not None and FORMATS[stated.format] == FORMATS[self.format]
         facts = {"bits": stated.bits, "group_size": stated.group_size, "activations": stated.activations}
+        facts["inputs"] = stated.inputs
         if same:
             facts |= {"symmetric": stated.symmetric, "desc_act": stated.desc_act}
         if self.format in ("compressed_tensors", "qserve"):
@@ -276,16 +277,20 @@ class Config:
         block, skip = self.raw.get("weight_block_size"), ""
         if block is not None and block != [128, 128]:
             skip = f"weight_block_size is {_shown(block)}, only blocks of 128 x 128 are read"
-        if self.raw.get("fmt") not in (None, "e4m3"):
-            skip = f"fmt is {_shown(self.raw['fmt'])}, only e4m3 is read"
+        if (codes := _word(self.raw, "fmt")) not in (None, "e4m3"):
+            skip = f"fmt is {_shown(codes)!r}, only e4m3 is read"
         skip = f"modules_to_not_convert names {excluded[0]!r}" if excluded else skip
-        group, stated = -1 if block is None else 128, self.raw.get("activation_scheme")
+        group, stated = -1 if block is None else 128, _word(self.raw, "activation_scheme")
         bounded = self.raw.get("activation_scale_ub") is not None
-        form = self.raw.get("scale_fmt")
+        form = _word(self.raw, "scale_fmt")
         if form not in (None, "ue8m0"):
-            skip = skip or f"scale_fmt is {_shown(form)}, only ue8m0 is known"
+            skip = skip or f"scale_fmt is {_shown(form)!r}, only ue8m0 is known"
+        if stated not in (None, "dynamic", "static"):
+            skip = skip or f"activation_scheme is {_shown(stated)!r}, only dynamic and static are known"
         inputs = "e4m3 static" if stated == "static" else "e4m3 bounded" if bounded else "e4m3"
         inputs = "e4m3 ue8m0" if form == "ue8m0" else inputs
+        if stated not in (None, "dynamic", "static") or (stated == "static" and block is not None):
+            inputs = "other"
         return LayerConfig("fp8", 8, group, activations="", inputs=inputs, skip=skip, excluded=bool(excluded))
 
     def _mxfp4(self, name: str) -> LayerConfig:
@@ -423,19 +428,23 @@ def _small_floats(stated: dict[str, Any], group: dict[str, Any], format: str | N
     layout = _text(group, "format") or (usual if format in (None, "mixed-precision") else format)
     if bits == 4 and layout != usual:
         return None
-    symmetric, inputs = _flag(stated, "symmetric"), _float_inputs(group.get("input_activations") or {})
+    symmetric, inputs = _flag(stated, "symmetric"), _float_inputs(group.get("input_activations") or {}, strategy)
     return LayerConfig("compressed_tensors", bits, size, layout, symmetric, activations="", inputs=inputs)
 
 
-def _float_inputs(acts: dict[str, Any]) -> str | None:
-    """What W8A8 makes of activations: a scale of all tokens, or one of each, or of 128 channels of it."""
+def _float_inputs(acts: dict[str, Any], weights: str | None) -> str:
+    """What W8A8 makes of activations beside weights of a strategy: a static scale of all tokens or a scale of each, or
+    beside blocks one of 128 channels of a token; "other" of what it has no kernel for."""
     if not acts:
         return ""
     if acts.get("num_bits") != 8 or acts.get("type") != "float" or acts.get("symmetric", True) is not True:
-        return None
-    if acts.get("strategy") == "group" and acts.get("group_size") != 128:
-        return None
-    return "e4m3" if acts.get("dynamic") else "e4m3 static"
+        return "other"
+    strategy, dynamic = acts.get("strategy"), acts.get("dynamic") or False
+    if weights == "block":
+        return "e4m3" if dynamic is True and (strategy, acts.get("group_size")) == ("group", 128) else "other"
+    if dynamic is True and strategy in (None, "token"):
+        return "e4m3"
+    return "e4m3 static" if dynamic is False and strategy in (None, "tensor") else "other"
 
 
 def _activations(acts: dict[str, Any], bytes_: bool = False) -> str | None:
@@ -479,6 +488,12 @@ def _shown(value: Any) -> Any:
     if isinstance(value, (dict, list)):
         return f"{'object' if isinstance(value, dict) else 'list'} of {len(value)}"
     return value[:80] if isinstance(value, str) else value
+
+
+def _word(stated: dict, name: str) -> Any:
+    """A field that names one of a few things, in small letters; None where it is empty."""
+    value = stated.get(name) or None
+    return value.lower() if isinstance(value, str) else value
 
 
 def _text(stated: dict, name: str) -> str | None:

@@ -38,6 +38,9 @@ _COMPRESSED = """
 compression_ratio dequantize global_compression_ratio kv_cache_scheme moe_sparsity_config quantization_status
 producer run_compressed use_optimized_inference version
 """
+_FP8 = """
+activation_scheme activation_scale_ub fmt ignored_layers modules_to_not_convert scale_fmt weight_block_size
+"""
 _READ = "quant_method method bits w_bit wbits weight_bits group_size q_group_size"
 
 NEUTRAL: dict[str, frozenset[str]] = {
@@ -47,7 +50,7 @@ NEUTRAL: dict[str, frozenset[str]] = {
     "qserve": frozenset("version zero_point modules_to_not_convert".split()),
     "auto-round": frozenset(f"{_AUTO_ROUND} damp_percent lm_head modules_to_not_convert true_sequential".split()),
     "modelopt": frozenset("producer kv_cache_quant_algo kv_cache_scheme config_groups has_zero_point version".split()),
-    "fp8": frozenset("activation_scheme activation_scale_ub kv_cache_scheme kv_cache_quant_method".split()),
+    "fp8": frozenset("kv_cache_scheme kv_cache_quant_method".split()),
     "mxfp4": frozenset("dequantize".split()),
 }
 """Convention -> fields that change nothing, whatever they hold."""
@@ -58,7 +61,7 @@ READ: dict[str, frozenset[str]] = {
     "qserve": frozenset(_READ.split()),
     "auto-round": frozenset(f"{_READ} packing_format sym extra_config".split()),
     "modelopt": frozenset("quant_method quant_algo group_size exclude_modules ignore quantized_layers".split()),
-    "fp8": frozenset("quant_method fmt scale_fmt weight_block_size modules_to_not_convert ignored_layers".split()),
+    "fp8": frozenset(f"quant_method {_FP8}".split()),
     "mxfp4": frozenset("quant_method modules_to_not_convert".split()),
 }
 """Convention -> fields that `Config` obeys."""

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from terrazzo.lowering.targets import Target
     from terrazzo.ops.shards import Share
 
-_WORDS = {"int8": "8-bit int", "e4m3": "8-bit float"} | {
+WORDS = {"int8": "8-bit int", "e4m3": "8-bit float"} | {
     f"int8{form}": f"8-bit int,{form}" for form in (" static", " asymmetric", " static asymmetric")
 }
+"""What `LayerConfig.activations` names -> the same for messages."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class Family:
             return f"{self.operator} reads {self.bits}-bit codes, and these have {config.bits} bits"
         if config.activations is not None and config.activations not in self.activations:
             if self.activations == ("",):
-                return f"activations are quantized too ({_WORDS[config.activations]})"
-            return f"activations are quantized otherwise than by {self.operator} ({_WORDS[config.activations]})"
+                return f"activations are quantized too ({WORDS[config.activations]})"
+            return f"activations are quantized otherwise than by {self.operator} ({WORDS[config.activations]})"
         return ""
 
 
@@ -114,12 +115,16 @@ def read(
             f"the tensors of {name!r} are {convention}",
             "pass that format, or correct the config",
         )
-    reader = family.readers[convention]
-    if share is None:
-        return reader(checkpoint.tensors(name, device), config, **options)
-    if (found := parts.tensors(checkpoint, name, config, share, device)) is not None:
-        return reader(*found, **options)
-    return share.of(reader(checkpoint.tensors(name, device), config, **options))
+    found = None if share is None else parts.tensors(checkpoint, name, config, share, device)
+    given = (checkpoint.tensors(name, device), config) if found is None else found
+    try:
+        made = family.readers[convention](*given, **options)
+    except ArgumentError as error:
+        if not name or name in f"{error.argument} {error.constraint}":
+            raise
+        constraint = f"{error.constraint} (layer {name!r})"
+        raise type(error)(error.argument, error.value, constraint, error.remedy) from None
+    return made if share is None or found is not None else share.of(made)
 
 
 _SAME = {"compressed_tensors": ("compressed_tensors", "int_quantized", "mxfp4", "nvfp4", "fp8")}
@@ -141,12 +146,12 @@ def read_layer(
         layers = [name for name, kind in checkpoint.layers().items() if kind in family.readers]
         if not layers:
             remedy = "iter_layers says what it holds; quantize() takes float weights"
-            raise ArgumentError("path", str(path), "holds no 4-bit layer", remedy)
+            raise ArgumentError("path", str(path), "holds no quantized layer", remedy)
         if len(layers) != 1:
             raise ArgumentError(
                 "name",
                 None,
-                f"the checkpoint has {len(layers)} 4-bit layers",
+                f"the checkpoint has {len(layers)} quantized layers",
                 f"name one: {', '.join(sorted(layers, key=natural)[:6])}",
             )
         (name,) = layers
@@ -201,7 +206,7 @@ def _other(checkpoint: Checkpoint, name: str, what: str) -> str:
         return what
     config = checkpoint.config.layer(name)
     note = f" ({config.skip})" if config.skip else ""
-    return f"stored as {what}, not as 4-bit words{note}"
+    return f"stored as {what}, not quantized{note}"
 
 
 def load_model(family: Family, path: str | Path, **options: Any) -> Model:

@@ -209,7 +209,7 @@ class Checkpoint(files.TensorFiles):
             known = ", ".join(sorted(self.layers(), key=natural)[:6]) or "none"
             seen = prefix if isinstance(prefix, str) else type(prefix).__name__
             raise ArgumentError(
-                "name", seen, "is no 4-bit layer of this checkpoint", f"name one of its layers: {known}"
+                "name", seen, "is no quantized layer of this checkpoint", f"name one of its layers: {known}"
             )
 
 

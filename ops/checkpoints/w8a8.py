@@ -39,7 +39,8 @@ def fp8_arguments(tensors: dict[str, torch.Tensor], config: LayerConfig) -> dict
 
     Raises:
         ArgumentError: codes of another type, a static scale that is announced and not there, a bound of the scales of
-            activations (fbgemm's `activation_scale_ub`), or such as are powers of two (`scale_fmt` "ue8m0").
+            activations (fbgemm's `activation_scale_ub`), such as are powers of two (`scale_fmt` "ue8m0"), or others
+            that no kernel makes.
     """
     import torch
 
@@ -53,6 +54,10 @@ def fp8_arguments(tensors: dict[str, torch.Tensor], config: LayerConfig) -> dict
             "load it with terrazzo.ops.fp8, which multiplies 16-bit activations; or take scale_fmt out of config.json"
         )
         raise ArgumentError("scale_fmt", "ue8m0", constraint, f"{remedy} for scales that are not rounded")
+    if config.inputs == "other":
+        constraint = "states activations that no kernel of W8A8 multiplies beside these weights"
+        remedy = "load it with terrazzo.ops.fp8, which multiplies 16-bit activations"
+        raise ArgumentError("quantization_config", "other activations", constraint, remedy)
     codes = tensors["weight"]
     codes = codes.view(torch.float8_e4m3fn) if codes.dtype == torch.uint8 else codes
     name = "weight_scale" if "weight_scale" in tensors else "weight_scale_inv"

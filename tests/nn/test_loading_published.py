@@ -16,6 +16,7 @@ from terrazzo.lowering.errors import ArgumentError  # noqa: E402
 from terrazzo.nn.loading import load  # noqa: E402
 from terrazzo.ops.w4a8 import format as w4a8_format  # noqa: E402
 from terrazzo.ops.w4a8 import fp8_format  # noqa: E402
+from terrazzo.ops.w4a8.w8a8 import format as w8a8_format  # noqa: E402
 from terrazzo.ops.weight_only import byte_integers  # noqa: E402
 from terrazzo.ops.weight_only import integers as w4a16_format  # noqa: E402
 from terrazzo.ops.weight_only.format import PackedWeight as small_floats  # noqa: E402
@@ -40,7 +41,10 @@ KINDS: dict[str, tuple[dict[str, Any], type]] = {
     "qserve": (QSERVE, w4a8_format.PackedWeight),
     "qserve_channel": (QSERVE | {"group_size": -1}, w4a8_format.PackedWeight),
     "int": (compressed(DYNAMIC, group_size=G) | {"format": "int-quantized"}, w4a8_format.PackedWeight),
-    "fp8": ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, small_floats),
+    "fp8": (
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+        w8a8_format.PackedWeight,
+    ),
     "pack": (compressed(DYNAMIC | {"type": "float"}, group_size=G), fp8_format.PackedWeight),
     "gptq8": (GPTQ | {"group_size": G, "bits": 8, "sym": True}, byte_integers.PackedWeight),
     "int8": (compressed(num_bits=8, strategy="channel") | {"format": "int-quantized"}, byte_integers.PackedWeight),

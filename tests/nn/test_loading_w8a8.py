@@ -146,7 +146,7 @@ def test_a_folder_is_loaded_with_the_activations_that_it_states(kind, tmp_path):
     assert torch.equal(again(TOKENS).logits.float(), got)
 
 
-@pytest.mark.parametrize("kind", ["fp8_block", "fp8_static", "int8_token"])
+@pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_weight_only_leaves_activations_in_16_bits(kind, tmp_path):
     model = folder(tmp_path, kind)
@@ -154,7 +154,7 @@ def test_weight_only_leaves_activations_in_16_bits(kind, tmp_path):
         model.get_submodule(name)._forward_pre_hooks.clear()
     exact = model(TOKENS).logits
     loaded = load(tmp_path, device="cpu", kv="float16", weight_only=True)
-    assert {type(w) for w in packed_of(loaded)} == {Integers if kind == "int8_token" else Floats}
+    assert {type(w) for w in packed_of(loaded)} == {Integers if kind.startswith("int8") else Floats}
     assert float((loaded(TOKENS).logits.float() - exact).norm() / exact.norm()) < 0.03
 
 
@@ -170,6 +170,41 @@ def test_joined_layers_take_the_largest_of_their_static_scales(tmp_path):
     loaded = load(tmp_path, device="cpu")
     scales = [w.input_scale for w in packed_of(loaded)]
     assert sorted(scales) == pytest.approx([0.01, 0.01, 0.01, 0.5])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_named_format_leaves_the_activations_as_they_are_stated(kind, tmp_path):
+    folder(tmp_path, kind)
+    format = KINDS[kind]["quant_method"].replace("-", "_")
+    loaded, named = (load(tmp_path, device="cpu", format=name) for name in (None, format))
+    for one, other in zip(packed_of(loaded), packed_of(named), strict=True):
+        assert type(one) is type(other) is PackedWeight
+        assert (one.input_scale, one.input_zero, one.asymmetric) == (
+            other.input_scale, other.input_zero, other.asymmetric,
+        )  # fmt: skip
+
+
+def test_joined_layers_of_unlike_zero_points_are_loaded_in_16_bits_only(tmp_path):
+    at = "model.layers.0.self_attn"
+    zeros = {f"{at}.{p}_proj.input_zero_point": torch.tensor(z, dtype=torch.int8) for p, z in zip("qkv", (3, 4, 3))}
+    folder(tmp_path, "int8_static", zeros)
+    with pytest.raises(ArgumentError, match=f"input_zero_point = .*{at}.q_proj to {at}.v_proj.*weight_only=True"):
+        load(tmp_path, device="cpu")
+    assert {type(w) for w in packed_of(load(tmp_path, device="cpu", weight_only=True))} == {Integers}
+
+
+def test_an_unusable_static_scale_is_refused_with_its_layer(tmp_path):
+    name = "model.layers.0.mlp.down_proj"
+    folder(tmp_path, "fp8_static", {f"{name}.input_scale": torch.tensor(0.0)})
+    with pytest.raises(ArgumentError, match=f"input_scale = 0.0: .*{name}.*weight_only=True"):
+        load(tmp_path, device="cpu")
+
+
+def test_weight_only_comes_too_late_for_a_packed_folder(tmp_path):
+    folder(tmp_path, "int8_token")
+    load(tmp_path, device="cpu").save_pretrained(tmp_path / "packed")
+    with pytest.raises(ArgumentError, match="weight_only = True: the folder's weights are packed"):
+        load(tmp_path / "packed", device="cpu", weight_only=True)
 
 
 def test_only_a_bool_asks_for_weight_only(tmp_path):

@@ -206,7 +206,7 @@ def test_paths_and_names_of_any_kind(tmp_path, name):
     with pytest.raises(ArgumentError):
         w4a16.load_model(name)
     folder = write(tmp_path / "m", tensors("awq"), AWQ)
-    with pytest.raises(ArgumentError, match="is no 4-bit layer"):
+    with pytest.raises(ArgumentError, match="is no quantized layer"):
         w4a16.load_layer(folder, name)
 
 

@@ -207,8 +207,70 @@ def test_scales_of_activations_that_are_powers_of_two_are_refused_by_name(tmp_pa
     assert "powers of two" in next(iter(w8a8.load_model(folder).skipped.values()))
     exact = fp8.read_layer(folder, "layer").dequantize()
     assert torch.equal(exact, fp8.read_layer(written(tmp_path, tensors, config), "layer").dequantize())
-    model = w8a8.load_model(written(tmp_path, tensors, config | {"scale_fmt": "another"}))
-    assert "scale_fmt is another" in next(iter(model.skipped.values()))
+    with pytest.raises(ArgumentError, match="scale_fmt"):
+        w8a8.read_layer(written(tmp_path, tensors, config | {"scale_fmt": "UE8M0"}), "layer")
+
+
+@pytest.mark.parametrize("field", ["scale_fmt", "activation_scheme", "fmt"])
+def test_an_fp8_field_is_obeyed_or_refused_or_says_nothing(field, tmp_path):
+    tensors, config, _ = KINDS["fp8 blocks"]
+    model = w8a8.load_model(written(tmp_path, tensors, config | {field: "another"}))
+    assert f"{field} is 'another'" in next(iter(model.skipped.values()))
+    for value in ("", None, config.get(field, "").upper()):
+        weight = w8a8.read_layer(written(tmp_path, tensors, config | {field: value}), "layer")
+        assert torch.equal(weight.dequantize(), meant(tensors)) and weight.input_scale is None
+
+
+ACTIVATIONS = {
+    "token": TOKEN, "static": TENSOR, "static by token": TENSOR | {"strategy": "token"},
+    "tensor": TOKEN | {"strategy": "tensor"}, "group": TOKEN | {"strategy": "group", "group_size": 128},
+    "group of 64": TOKEN | {"strategy": "group", "group_size": 64}, "local": TOKEN | {"dynamic": "local"},
+    "asymmetric": TOKEN | {"symmetric": False},
+}  # fmt: skip
+MULTIPLIED = {(rows, acts) for rows in ("tensor", "channel") for acts in ("token", "static")} | {("block", "group")}
+
+
+@pytest.mark.parametrize("weights", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("acts", ACTIVATIONS)
+def test_float_activations_are_quantized_only_as_a_kernel_does_it(weights, acts, tmp_path):
+    """All others stay in 16 bits where a model is loaded, and W8A8 refuses them."""
+    scale = {"tensor": torch.tensor([0.5]), "channel": ROWS, "block": BLOCKS}[weights]
+    config = compressed(FLOAT | {"strategy": weights}, ACTIVATIONS[acts] | {"type": "float"}, "float-quantized")
+    folder = written(tmp_path, {"weight": E4M3, "weight_scale": scale, **STATIC}, config)
+    (kind,) = model_layers.of_folder(folder).kinds
+    if (weights, acts) in MULTIPLIED:
+        assert kind.operator == "w8a8_fp8" and w8a8.read_layer(folder, "layer").input_scale == (
+            0.25 if acts == "static" else None
+        )
+        return
+    assert kind.operator == "fp8"
+    with pytest.raises(ArgumentError, match="no kernel of W8A8 multiplies"):
+        w8a8.read_layer(folder, "layer")
+
+
+def test_static_activations_of_fp8_blocks_stay_in_16_bits(tmp_path):
+    tensors, config, _ = KINDS["fp8 blocks"]
+    folder = written(tmp_path, tensors | STATIC, config | {"activation_scheme": "static"})
+    (kind,) = model_layers.of_folder(folder).kinds
+    assert kind.operator == "fp8"
+    with pytest.raises(ArgumentError, match="no kernel of W8A8 multiplies"):
+        w8a8.read_layer(folder, "layer")
+
+
+@pytest.mark.parametrize(
+    ("name", "leaf", "value"),
+    [
+        *(("fp8 static", "input_scale", value) for value in (0.0, float("nan"), -1.0, [0.1, 0.2], None)),
+        ("int8 static with a zero point", "input_zero_point", 131),
+        ("int8 static", "input_scale", None),
+    ],
+)
+def test_unusable_static_activations_are_refused_with_their_layer_and_the_remedy(name, leaf, value, tmp_path):
+    tensors, config, _ = KINDS[name]
+    tensors = {key: tensor for key, tensor in tensors.items() if key != leaf}
+    folder = written(tmp_path, tensors if value is None else tensors | {leaf: torch.tensor(value)}, config)
+    with pytest.raises(ArgumentError, match=rf"^{leaf} = .*layer 'layer'.*weight_only=True"):
+        w8a8.read_layer(folder, "layer")
 
 
 def test_fp8_layers_stay_weight_only_where_that_is_asked_for(tmp_path):
@@ -249,10 +311,10 @@ def test_what_no_kernel_computes_is_refused_by_name(tensors, config, said, tmp_p
         w8a8.read_layer(written(tmp_path, tensors, config), "layer")
 
 
-def test_static_activations_are_no_w8a16(tmp_path):
-    tensors, config, _ = KINDS["int8 static"]
-    with pytest.raises(ArgumentError, match="static"):
-        w8a16.read_layer(written(tmp_path, tensors, config), "layer")
-    (tmp_path / "config.json").unlink()
-    with pytest.raises(ArgumentError, match="static"):
-        w8a16.read_layer(tmp_path, "layer")
+@pytest.mark.parametrize("name", [name for name in KINDS if name.startswith("int8")])
+def test_w8a16_leaves_activations_in_16_bits_whatever_is_stated_of_them(name, tmp_path):
+    tensors, config, _ = KINDS[name]
+    folder = written(tmp_path, tensors, config)
+    weight = w8a16.read_layer(folder, "layer")
+    assert torch.equal((weight.codes.double() - 128) * weight.scales.double(), meant(tensors))
+    assert not w8a16.load_model(folder).skipped

@@ -69,7 +69,7 @@ def test_whole_folder(tmp_path, golden, shards):
         assert torch.equal(weight.dequantize(), load(golden)[1]["weight"])
     assert list(model.skipped) == ["lm_head", "model.norm"] and "F16 [96, 64]" in model.skipped["lm_head"]
     assert model.report().splitlines()[0] == "2 layers loaded, 2 skipped"
-    assert "skipped  lm_head: stored as F16 [96, 64], not as 4-bit words" in model.report()
+    assert "skipped  lm_head: stored as F16 [96, 64], not quantized" in model.report()
     one = w4a16.load_layer(path, names[0], target="sm_80")
     assert torch.equal(one.words, model.layers[names[0]].words) and one.target == "sm_80"
 
@@ -164,15 +164,15 @@ def test_bad_paths_and_names(tmp_path):
             w4a16.load_layer(*args, **options)
 
     path = folder(tmp_path / "m", {"a": "awq", "b": "awq"}, shards=2)
-    refused("2 4-bit layers; name one: a, b", path)
-    refused("is no 4-bit layer of this checkpoint; name one of its layers: a, b", path, "lm_head")
-    refused("is no 4-bit layer of this checkpoint", path, ["a"])
+    refused("2 quantized layers; name one: a, b", path)
+    refused("is no quantized layer of this checkpoint; name one of its layers: a, b", path, "lm_head")
+    refused("is no quantized layer of this checkpoint", path, ["a"])
     refused("must be one of", path, "a", format="gguf")
     refused("the tensors of 'a' are awq", path, "a", format="compressed_tensors")
     refused("holds no .safetensors file", tmp_path)
     refused("is no file or folder of this machine; download it first", "someone/a-model-AWQ", "a")
     save_file({"x.weight": torch.zeros(4, 4)}, tmp_path / "float.safetensors")
-    refused("holds no 4-bit layer", tmp_path / "float.safetensors")
+    refused("holds no quantized layer", tmp_path / "float.safetensors")
     refused("device = 'gpu'", path, "a", device="gpu")
     (path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "hqq"}}))
     refused("quant_method = 'hqq': must be awq, gptq or compressed-tensors", path, "a")
