@@ -134,6 +134,7 @@ PAGES = (
     "results-models",
     "benchmarks",
     "serving",
+    "tuning",
     "kv-formats",
 )
 DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in PAGES))

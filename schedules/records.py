@@ -3,7 +3,7 @@
 A table belongs to one GPU: its name and number of SMs. It ships as schedules/tuned/<gpu>.json; further tables come from
 `use`, a program of the user's, or the environment variable TERRAZZO_TUNED (the path of a table, or "off" for none at
 all). A record answers for its own M, else for the nearest M of the same bucket; otherwise the heuristic decides. A
-table of another GPU, or a record of other versions, is never used; `explain` says why.
+table of another GPU serves operators of `SHARED` alone, a record of other versions none; `explain` says why.
 """
 
 from __future__ import annotations
@@ -111,6 +111,10 @@ def slug(gpu: str) -> str:
 _LEFT_OUT = re.compile(r"nvidia|geforce|rtx|\d+gb|hbm\d\w*")
 
 
+SHARED: Mapping[str, Mapping[str, Sequence[str]]] = {"NVIDIA H100 80GB HBM3": {"NVIDIA H200": ("w4a16",)}}
+"""GPU -> another one of as many SMs -> operators whose records of that one serve it where it has none of its own. Each
+was compared: docs/tuning.md has how far from the best the records are, and the heuristic."""
+
 SAME_SCHEDULES = ("0.1", "0.2")
 """Minor versions of terrazzo, to the present one, whose schedules mean the same: a record of one serves all of them. A
 version in which a field of a schedule means something else begins anew."""
@@ -170,11 +174,16 @@ class Table:
             raise ArgumentError("table", path, "must be the path of a table", "name a file of `tune export`")
         return Table(read_json(path, "table", "name a file of `tune export`"), str(path))
 
-    def refusal(self, target: Target) -> str:
-        """Why no record of this table may serve the GPU, or ""."""
+    def refusal(self, target: Target, op: str = "") -> str:
+        """Why no record of this table, or none of an operator, may serve the GPU, or ""."""
         if (self.gpu, self.sms) == (target.name, target.sms):
             return ""
-        return f"{self.source}: measured on {self.gpu} with {self.sms} SMs, this is {target.name} with {target.sms}"
+        shared = SHARED.get(target.name, {}).get(self.gpu, ()) if self.sms == target.sms else ()
+        if op in shared:
+            return ""
+        also = f"; shared are those of {', '.join(shared)}" if shared else ""
+        made = f"{self.source}: measured on {self.gpu} with {self.sms} SMs"
+        return f"{made}, this is {target.name} with {target.sms}{also}"
 
     def find(self, op: str, facts: Mapping[str, Any], m: int) -> tuple[Choice | None, str]:
         """(the record for m, or for the nearest m of its bucket; or None, why not)."""
@@ -267,11 +276,13 @@ def _from_environment(value: str) -> Table | None:
 
 
 def tables(gpu: str) -> list[Table]:
-    """The tables that are asked for a GPU, in this order: used ones, the last first; the environment's; the shipped."""
+    """The tables that are asked for a GPU, in this order: used ones, the last first; the environment's; the shipped;
+    the shipped ones of GPUs whose records it shares."""
     named = os.environ.get(VARIABLE, "")
     if named == "off":
         return []
-    return [*reversed(_used), *filter(None, (_from_environment(named), _shipped(gpu)))]
+    shipped = map(_shipped, (gpu, *SHARED.get(gpu, ())))
+    return [*reversed(_used), *filter(None, (_from_environment(named), *shipped))]
 
 
 def use(table: Table) -> None:
@@ -310,7 +321,7 @@ def explain(op: str, facts: Mapping[str, Any], m: int, target: Target) -> tuple[
     """What the tables say of a problem, and why each table before the answer had none."""
     reasons = []
     for table in tables(target.name):
-        refused = table.refusal(target)
+        refused = table.refusal(target, op)
         found, reason = (None, refused) if refused else table.find(op, facts, m)
         if found is not None:
             return found, reasons
@@ -320,7 +331,7 @@ def explain(op: str, facts: Mapping[str, Any], m: int, target: Target) -> tuple[
 
 def tokens(op: str, facts: Mapping[str, Any], target: Target) -> Sequence[int]:
     """The M of all records that may serve a weight on a GPU: their kernels are needed where every M is asked for."""
-    found = (table.tokens(op, facts) for table in tables(target.name) if not table.refusal(target))
+    found = (table.tokens(op, facts) for table in tables(target.name) if not table.refusal(target, op))
     return sorted({m for some in found for m in some})
 
 

@@ -247,6 +247,7 @@ def test_compile_writes_a_bundle(capsys, tmp_path, small_kernels, private_cache)
     assert code == 1 and entry["key"] in out and "0 of 1 kernels are intact" in out
 
 
+@pytest.mark.usefixtures("without_records")  # which may name other programs
 def test_a_model_is_all_of_its_layers_and_its_attention(capsys, monkeypatch):
     monkeypatch.setattr("terrazzo.building.Build.run", lambda self: [CompileError("no")] * len(self.requests))
     given = ("compile", "--model", "llama-3-8b", "--target", "nvidia/nvidia-h100", "--max-tokens", "1", "--json")

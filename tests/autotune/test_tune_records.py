@@ -31,6 +31,7 @@ from terrazzo.schedules.problem import Gemm
 pytestmark = pytest.mark.usefixtures("without_records")
 SHIPPED = Path(records.__file__).parent / "tuned"
 H200, H100 = Target.parse("nvidia/nvidia-h200"), Target.parse("nvidia/nvidia-h100")
+A100 = Target.parse("nvidia/nvidia-a100")
 HERE = Machine("sm_90a", H200.name, 132, "1", "13.0", "2", "0.1.15", "0.1.0", "abc")
 FACTS = w4a16.tuning_facts(6144, 4096, 128, False, "float16", "float16")
 FAST = dict(token_tiles=1, kc=2, nc=60, warps=8, chunk=2, stages=2, cluster=1)
@@ -190,7 +191,8 @@ def schedule_of(m: int, target: Target = H200, **changes) -> dict:
     return {name: params.get(name) for name in FAST}
 
 
-def test_operators_take_exact_records_and_those_of_the_bucket():
+def test_operators_take_exact_records_and_those_of_the_bucket(monkeypatch):
+    monkeypatch.setattr(records, "SHARED", {})
     heuristic = schedule_of(8)
     assert heuristic != FAST
     records.use(table())
@@ -201,6 +203,25 @@ def test_operators_take_exact_records_and_those_of_the_bucket():
     assert schedule_of(8, bias=True) == FAST
     records.clear()
     assert schedule_of(8) == heuristic
+
+
+def test_records_of_a_gpu_serve_another_one_by_rule(monkeypatch):
+    """Of the operators that were compared, on a GPU of as many SMs, behind that GPU's own tables."""
+    heuristic = schedule_of(8, H100)
+    monkeypatch.setattr(records, "SHARED", {H100.name: {H200.name: ("w4a16",)}})
+    records.use(table())
+    assert schedule_of(8, H100) == FAST != heuristic
+    assert records.tokens("w4a16", FACTS, H100) == records.tokens("w4a16", FACTS, H200) != []
+    for op, target in (("w4a8", H100), ("w4a16", dataclasses.replace(H100, sms=114)), ("w4a16", A100)):
+        found, (reason, *_) = records.explain(op, FACTS, 8, target)
+        said = f"measured on NVIDIA H200 with 132 SMs, this is {target.name} with {target.sms}"
+        assert found is None and said in reason and not records.tokens(op, FACTS, target)
+        assert ("shared are those of w4a16" in reason) == (op == "w4a8")
+    shipped = {name: table(gpu=name) for name in (H100.name, H200.name)}
+    monkeypatch.setattr(records, "_shipped", shipped.get)
+    records.clear()
+    assert records.tables(H100.name) == [shipped[H100.name], shipped[H200.name]]
+    assert records.tables(H200.name) == [shipped[H200.name]]
 
 
 @pytest.mark.parametrize(("here", "answer"), [("0.1.3", True), ("0.2.0", True), ("0.3.0", False), ("0.10.0", False)])
@@ -360,8 +381,9 @@ def asked(op: str, m: int, target: Target = H200, **changes) -> dict:
 
 
 @pytest.mark.parametrize("op", OTHERS)
-def test_every_operator_asks_its_records(op):
+def test_every_operator_asks_its_records(op, monkeypatch):
     """Exact, nearest of the bucket, another bucket, another GPU, another version: by the operator's own plan."""
+    monkeypatch.setattr(records, "SHARED", {})
     (problem,) = jobs.Job(ops=(op,), **OTHERS[op]).problems()
     found = get_operator(op).space(problem).candidates(H200, problem.m)
     base, elsewhere = asked(op, problem.m), asked(op, problem.m, H100)
@@ -407,6 +429,22 @@ def test_a_decode_record_answers_where_its_waves_are_as_full():
     made = table([dict(op="attention", facts=facts, program="decode", schedule=schedule, us=9.0, m=1024)])
     assert made.find("attention", facts, 1000)[0].m == 1024
     assert made.find("attention", facts, 600)[0] is None  # two waves, the second one nearly empty
+
+
+def test_plans_of_an_h100_differ_from_the_heuristic_only_where_its_table_has_a_faster_schedule(monkeypatch):
+    table, other = (records.Table.read(SHIPPED / name) for name in ("h100.json", "h200.json"))
+    found = [(Problem.of(row["op"], row["facts"], m), row) for rows in table.rows.values() for m, row in rows.items()]
+    planned = lambda: [get_operator(problem.op).plan(problem, H100).request for problem, _ in found]
+    monkeypatch.setenv(records.VARIABLE, "off")
+    records.changed()
+    heuristics = planned()
+    monkeypatch.delenv(records.VARIABLE)
+    monkeypatch.setattr(records, "_shipped", {H100.name: table, H200.name: other}.get)
+    records.changed()
+    for (problem, row), before, after in zip(found, heuristics, planned(), strict=True):
+        taken = records.pick(row["op"], row["facts"], row["m"], H100)
+        assert (taken.how, taken.program, taken.params) == ("exact", row["program"], row["schedule"]), str(problem)
+        assert (after != before) == (row["us"] < row["heuristic_us"]), str(problem)
 
 
 def test_the_environment_names_a_table_or_none(tmp_path, monkeypatch):

@@ -58,7 +58,8 @@ def groups() -> Iterator[tuple[str, Callable[[], Lines]]]:
         for name in _names(target):
             yield f"{name} {target} search", partial(_searched, name, target, False)
             yield f"{name} {target} wide search", partial(_searched, name, target, True)
-    yield "records NVIDIA H200", _recorded
+    for gpu in ("nvidia/nvidia-h100", "nvidia/nvidia-h200"):
+        yield f"records {Target.parse(gpu).name}", partial(_recorded, gpu)
 
 
 def _names(target: str) -> list[str]:
@@ -149,14 +150,14 @@ def _cost(pair: tuple, space, at: Target, m: int) -> str:
     return f"{pair[0]} {space.cost(*pair, at, m):.6g}"
 
 
-def _recorded() -> Lines:
-    """Every record of the tables that ship, at its own M and at neighbours."""
+def _recorded(gpu: str) -> Lines:
+    """Every record of the tables that ship for a GPU, and of those it shares, at its own M and at neighbours."""
     del os.environ[records.VARIABLE]
     records.clear()
-    at = Target.parse("nvidia/nvidia-h200")
-    (table,) = records.tables(at.name)
-    for row in (row for rows in table.rows.values() for row in rows.values()):
-        if row["op"].startswith("attention"):
+    at = Target.parse(gpu)
+    found = ((table, row) for table in records.tables(at.name) for rows in table.rows.values() for row in rows.values())
+    for table, row in found:
+        if row["op"].startswith("attention") or table.refusal(at, row["op"]):
             continue
         operator = OPERATORS[row["op"]]
         for m in sorted({row["m"], max(1, row["m"] * 7 // 8), row["m"] * 9 // 8}):
