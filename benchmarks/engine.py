@@ -339,6 +339,8 @@ def join(parts: list[dict[str, Any]], out: Path | None) -> int:
     rows = [row for part in parts for row in part["rows"]]
     of_cache = any(row.get("attention") == "terrazzo" or row["kv"] != "auto" for row in rows)
     for part in parts:
+        for row in part["rows"]:  # a file's own commit is that of the last part
+            row.setdefault("commit", part.get("commit"))
         write(out or report.RESULTS / report.file_name("kv_engine" if of_cache else "engine", part["gpu"]), part)
     return 0
 

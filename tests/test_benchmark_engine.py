@@ -30,9 +30,12 @@ def test_runs_of_one_configuration_are_joined(tmp_path, capsys):
     assert sorted((r["kernel"], r["batch"], r["step_ms"]) for r in rows) == [
         ("machete", 1, 3.0), ("terrazzo", 1, 2.0), ("terrazzo", 16, 2.5),
     ]  # fmt: skip
-    (tmp_path / "other.json").write_text(json.dumps(dict(gpu="H100", rows=[row(kernel="marlin", step_ms=9.0)])))
+    other = dict(gpu="H100", commit="b", rows=[row(kernel="marlin", step_ms=9.0)])
+    (tmp_path / "other.json").write_text(json.dumps(other))
     joined = tmp_path / "joined.json"
     assert engine.main(["--join", str(out), str(tmp_path / "other.json"), "--out", str(joined)]) == 0
+    commits = {(r["kernel"], r["commit"]) for r in json.loads(joined.read_text())["rows"]}
+    assert commits == {("machete", None), ("marlin", "b"), ("terrazzo", None)}
     assert len(json.loads(joined.read_text())["rows"]) == 4
     assert engine.main(["--table", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
