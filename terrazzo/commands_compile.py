@@ -382,7 +382,8 @@ def _layout(op: str, dequantization: str) -> dict[str, str]:
     if op in OPERATORS or op == "w8a8":
         name = op if op == "w8a8" else OPERATORS[op].layout
         return {name: get_instance(name).identity}
-    name = importlib.import_module(f"terrazzo.ops.{op}.{form}").LAYOUT
+    module = "w4a8.mxfp4_format" if op == "mxfp4_fp8" else f"{op}.{form}"
+    name = importlib.import_module(f"terrazzo.ops.{module}").LAYOUT
     return {name: get_instance(name).identity}
 
 
