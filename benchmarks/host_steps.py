@@ -116,6 +116,7 @@ STEPS: tuple[Step, ...] = (
     *suite("gpu/test_w4a16_gpu.py", 150, parts={"fuzz": (110, 3)}),
     *suite("gpu/test_w4a8_gpu.py", 120, parts={"fuzz": (90, 3)}),
     *suite("gpu/test_w4ax_gpu.py", 150, parts={"sm_80": (90, 2)}),
+    *suite("gpu/test_w4ax_grouped_gpu.py", 90),
     *suite("gpu/test_attention_gpu.py", 150, parts={"fuzz": (110, 3)}, ahead=True),
     *suite("gpu/test_attention_prefill_gpu.py", 150),
     *suite("gpu/test_grouped_gpu.py", 150),
