@@ -248,10 +248,10 @@ def check_traced(
     """
     import torch
 
-    launching.check_tensor(held, "x", f"[M, {w.k}]")
+    launching.check_tensor(held, "x", "[M, {}]", w.k)
     launching.check_no_grad(held, "grouped_gemm")
     check_rows(x.shape, w.k)
-    launching.check_tensor(offsets, "expert_offsets", f"int32 [{w.stacked.words.shape[0] + 1}]")
+    launching.check_tensor(offsets, "expert_offsets", "int32 [{}]", w.stacked.words.shape[0] + 1)
     if torch.compiler.is_compiling():
         return  # the node checks the rest: torch.compile hides the words of an error that it meets
     if held is x:
@@ -283,6 +283,23 @@ def check_call(
         launching.check_out(out, (shape[0], w.n), out_dtype, device)
 
 
+def written_to(y: torch.Tensor) -> torch.Tensor:
+    """What a kernel writes to in the place of y: kernels store 16 bytes at a time. A copy of y, whose rows of no expert
+    come back as they were."""
+    return launching.aligned_copy(y) if y.data_ptr() % 16 else y
+
+
+def copy_out(out: torch.Tensor | None, y: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """y of a traced operator, in `out` if that is given, whose rows of no expert keep what they held."""
+    import torch
+
+    if out is None:
+        return y
+    launching.check_out(out, y.shape, y.dtype, y.device)
+    rows = torch.arange(y.shape[0], device=y.device)[:, None]
+    return out.copy_(torch.where((rows >= offsets[0]) & (rows < offsets[-1]), y, out))
+
+
 def check_rows(shape: Sequence[int], k: int) -> None:
     if len(shape) != 2 or shape[1] != k:
         raise ArgumentError("x", list(shape), f"must be [M, {k}], tokens sorted by expert", "see ops/moe.py")
@@ -298,7 +315,7 @@ def check_dtype(x: torch.Tensor) -> None:
 
 def check_offsets(offsets: torch.Tensor, experts: int, device: torch.device) -> None:
     """The values are not read: that would wait for the GPU. The kernel keeps them inside 0..M."""
-    launching.check_tensor(offsets, "expert_offsets", f"int32 [{experts + 1}]")
+    launching.check_tensor(offsets, "expert_offsets", "int32 [{}]", experts + 1)
     if (
         tuple(offsets.shape) != (experts + 1,)
         or weights.dtype_name(offsets) != "int32"
@@ -315,7 +332,7 @@ def check_offsets(offsets: torch.Tensor, experts: int, device: torch.device) -> 
 
 def check_bias(bias: torch.Tensor, experts: int, n: int, dtype: torch.dtype | None, device: torch.device) -> None:
     """`dtype` None accepts any float."""
-    launching.check_tensor(bias, "bias", f"{dtype or 'float'} [{experts}, {n}]")
+    launching.check_tensor(bias, "bias", "{} [{}, {}]", dtype or "float", experts, n)
     if tuple(bias.shape) != (experts, n) or not bias.is_contiguous():
         seen = f"{list(bias.shape)} strides {list(bias.stride())}"
         raise ArgumentError("bias", seen, f"must be contiguous [{experts}, {n}]", "stack the experts' biases")

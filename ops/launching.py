@@ -433,15 +433,20 @@ def not_packed(w: Any, operator: str) -> ArgumentError:
     return ArgumentError("w", kind, f"must be a PackedWeight of {operator}", remedy)
 
 
-def check_tensor(x: Any, name: str, what: str) -> None:
-    """Raise ArgumentError unless x is a dense torch tensor."""
+def check_tensor(x: Any, name: str, what: str, *sizes: Any) -> None:
+    """Raise ArgumentError unless x is a dense torch tensor; `what` it is, with `{}` for each of `sizes`.
+
+    The text is made for an error only: torch.compile makes no strings of sizes that it holds as symbols.
+    """
     import torch
 
+    if isinstance(x, torch.Tensor) and x.layout is torch.strided:
+        return
+    what = what.format(*sizes)
     if not isinstance(x, torch.Tensor):
         convert = "from_dlpack" if hasattr(type(x), "__dlpack__") else "as_tensor"
         raise ArgumentError(name, type(x).__name__, f"must be a torch tensor, {what}", f"convert it: torch.{convert}")
-    if x.layout is not torch.strided:
-        raise ArgumentError(name, str(x.layout), f"must be a dense tensor, {what}", "convert it: x.to_dense()")
+    raise ArgumentError(name, str(x.layout), f"must be a dense tensor, {what}", "convert it: x.to_dense()")
 
 
 def is_traced(*given: Any) -> bool:
@@ -502,7 +507,7 @@ def output_fits(out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, i
 
 
 def check_out(out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, name: str = "out") -> None:
-    check_tensor(out, name, f"{dtype} {list(shape)}")
+    check_tensor(out, name, "{} {}", dtype, list(shape))
     if tuple(out.shape) != tuple(shape) or out.dtype != dtype or out.device != device or not out.is_contiguous():
         raise ArgumentError(
             name,
@@ -543,7 +548,7 @@ def check_apart(out: torch.Tensor, name: str, /, **read: torch.Tensor | None) ->
 
 def check_bias(bias: Any, n: int, dtype: torch.dtype | None, device: torch.device) -> None:
     """`dtype` None accepts any float."""
-    check_tensor(bias, "bias", f"{dtype or 'float'} [{n}]")
+    check_tensor(bias, "bias", "{} [{}]", dtype or "float", n)
     fits = bias.dtype == dtype if dtype is not None else bias.dtype.is_floating_point
     if tuple(bias.shape) != (n,) or not fits or bias.device != device or not bias.is_contiguous():
         raise ArgumentError(

@@ -116,13 +116,14 @@ def combine(y: torch.Tensor, routing: Routing, gates: torch.Tensor) -> torch.Ten
 
     _check_routing(routing)
     picks, device = list(routing.positions.shape), routing.positions.device
-    for name, given, shape in (("gates", gates, str(picks)), ("y", y, f"[{len(routing.tokens)}, N]")):
-        launching.check_tensor(given, name, f"float {shape}")
+    for name, given, shape in (("gates", gates, picks), ("y", y, [len(routing.tokens)])):
+        what = "float [{}, {}]" if name == "gates" else "float [{}, N]"
+        launching.check_tensor(given, name, what, *shape)
         fits = list(given.shape) == picks if name == "gates" else given.ndim == 2 and len(given) == len(routing.tokens)
         if not fits or not given.dtype.is_floating_point or given.device != device:
             seen = f"{weights.dtype_name(given)} {list(given.shape)} on {given.device}"
             remedy = "pass a gate for each pick" if name == "gates" else "pass a row for each pick"
-            raise ArgumentError(name, seen, f"must be float {shape} on {device}", remedy)
+            raise ArgumentError(name, seen, f"must be {what.format(*shape)} on {device}", remedy)
     total = torch.zeros(len(gates), y.shape[1], dtype=torch.float32, device=y.device)
     for slot in range(gates.shape[1]):
         gate = gates[:, slot, None].float()

@@ -43,7 +43,7 @@ def check_rows(x: Any, operator: str, name: str = "x", what: str = "[..., K]") -
 
 def check_vector(vector: Any, name: str, shape: tuple[int, ...], device: torch.device) -> None:
     """Raise ArgumentError unless a vector is a float tensor of this shape on x's device."""
-    launching.check_tensor(vector, name, f"float {list(shape)}")
+    launching.check_tensor(vector, name, "float {}", list(shape))
     if tuple(vector.shape) != shape or not vector.dtype.is_floating_point or vector.device != device:
         seen = f"{weights.described(vector)} on {vector.device}"
         constraint = f"must be a float tensor {list(shape)} on {device}"

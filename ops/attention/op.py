@@ -366,7 +366,7 @@ def check_sinks(sinks: torch.Tensor | None, heads: int, q: torch.Tensor) -> None
     """Raise ArgumentError unless sinks are f32 [Hq] beside q."""
     if sinks is None:
         return
-    launching.check_tensor(sinks, "sinks", f"float32 [{heads}]")
+    launching.check_tensor(sinks, "sinks", "float32 [{}]", heads)
     fits = tuple(sinks.shape) == (heads,) and str(sinks.dtype) == "torch.float32" and sinks.is_contiguous()
     if not fits or sinks.device != q.device:
         seen = f"{sinks.dtype} {list(sinks.shape)} on {sinks.device}"
@@ -386,7 +386,7 @@ def check_heads(q: torch.Tensor, heads: int, kv_heads: int) -> None:
 
 def check_starts(cu_seqlens: torch.Tensor, batch: int, q: torch.Tensor) -> None:
     """Raise ArgumentError unless it says where new tokens of `batch` sequences begin."""
-    launching.check_tensor(cu_seqlens, "cu_seqlens", f"int32 [{batch + 1}]")
+    launching.check_tensor(cu_seqlens, "cu_seqlens", "int32 [{}]", batch + 1)
     fits = str(cu_seqlens.dtype) == "torch.int32" and tuple(cu_seqlens.shape) == (batch + 1,)
     if not fits or cu_seqlens.device != q.device:
         seen = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)} on {cu_seqlens.device}"

@@ -311,7 +311,7 @@ def _check(q, cache: PackedCache, cu_seqlens, most_new: int, k, v, sinks) -> Non
         if x is None:
             continue
         shape = (q.shape[0], cache.kv_heads, head_dim)
-        launching.check_tensor(x, name, f"{q.dtype} {list(shape)}")
+        launching.check_tensor(x, name, "{} {}", q.dtype, list(shape))
         if tuple(x.shape) != shape or x.dtype != q.dtype or x.device != q.device:
             seen = f"{x.dtype} {list(x.shape)} on {x.device}"
             raise ArgumentError(name, seen, f"must be {q.dtype} {list(shape)} on {q.device}", "cast or move it")

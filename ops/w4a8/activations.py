@@ -206,7 +206,7 @@ def check_vectors(smooth: torch.Tensor | None, rms_weight: torch.Tensor | None, 
     for name, vector in (("rms_weight", rms_weight), ("smooth", smooth)):
         if vector is None:
             continue
-        launching.check_tensor(vector, name, f"float [{k}]")
+        launching.check_tensor(vector, name, "float [{}]", k)
         if tuple(vector.shape) != (k,) or not vector.dtype.is_floating_point or vector.device != device:
             seen = f"{weights.dtype_name(vector)} {list(vector.shape)} on {vector.device}"
             raise ArgumentError(

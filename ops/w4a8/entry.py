@@ -67,7 +67,7 @@ def gemm(
     if torch.compiler.is_compiling() or type(held) is not torch.Tensor or held.layout is not torch.strided:
         if dlpack.is_foreign(held):
             return dlpack.call(gemm, locals())
-        launching.check_tensor(held, "x", f"[..., {w.k}], or QuantizedActivations of w4a8")
+        launching.check_tensor(held, "x", "[..., {}], or QuantizedActivations of w4a8", w.k)
         if launching.is_traced(held):
             from terrazzo.ops.w4a8 import torch_op
 
@@ -139,8 +139,10 @@ def grouped_gemm(
         if not torch.compiler.is_compiling():
             dtype = out_dtype or (held.dtype if held is x else torch.float16)
             grouped_op.check_choices(w, bias, dtype, dequantization)
-        return launching.copy_out(out, torch_op.call_grouped(x, w, expert_offsets, bias, out_dtype, dequantization))
-    launching.check_tensor(held, "x", f"[M, {w.k}], or QuantizedActivations of w4a8")
+        return grouped.copy_out(
+            out, torch_op.call_grouped(x, w, expert_offsets, bias, out_dtype, dequantization), expert_offsets
+        )
+    launching.check_tensor(held, "x", "[M, {}], or QuantizedActivations of w4a8", w.k)
     if held is x:
         launching.check_no_grad(x, "grouped_gemm")
         grouped.check_dtype(x)
@@ -193,7 +195,7 @@ def quantize_activations(
             launching.check_no_grad(x, "quantize_activations")
             for name, vector in (("smooth", smooth), ("rms_weight", rms_weight)):
                 if vector is not None:
-                    launching.check_tensor(vector, name, f"float [{x.shape[-1] if x.ndim else 'K'}]")
+                    launching.check_tensor(vector, name, "float [{}]", x.shape[-1] if x.ndim else "K")
             activations.check_codes(codes)
             found = torch_op.quantize(x, smooth, rms_weight, eps, target, codes)
             return found if out is None else activations.copy_into(out, found)

@@ -190,7 +190,7 @@ def multiply(
     if m == 0:
         return y
     kernel, workspace, semaphores, none, no_sums = found
-    written = y if y.data_ptr() % 16 == 0 else torch.empty_like(y)
+    written = grouped.written_to(y)
     sums = x.row_sums
     if no_sums is not None:
         q, sums = q.view(torch.int8), no_sums

@@ -252,7 +252,7 @@ def front_of(
         constraint = f"needs K to be a multiple of {program.VECTOR}, not {w.k}"
         raise ArgumentError(name, "given", constraint, "make 16-bit activations of it first")
     if activation is None:
-        launching.check_tensor(residual, "residual", f"[..., {w.k}]")
+        launching.check_tensor(residual, "residual", "[..., {}]", w.k)
         launching.check_last(x, w.k)
         if residual.requires_grad:
             launching.check_no_grad(residual, "quantize_activations", "residual")
@@ -329,7 +329,7 @@ def stand_ins(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def _check_norm(rms_weight: torch.Tensor, eps: float, k: int, device: torch.device) -> None:
-    launching.check_tensor(rms_weight, "rms_weight", f"float [{k}]")
+    launching.check_tensor(rms_weight, "rms_weight", "float [{}]", k)
     if tuple(rms_weight.shape) != (k,) or not rms_weight.dtype.is_floating_point or rms_weight.device != device:
         seen = f"{weights.dtype_name(rms_weight)} {list(rms_weight.shape)} on {rms_weight.device}"
         constraint = f"must be a float vector [{k}] on {device}"
@@ -347,7 +347,7 @@ def _gain(rms_weight: torch.Tensor, w: PackedWeight) -> torch.Tensor:
 
 def _static(scales: torch.Tensor | None, granularity: str, blocks: int, device: torch.device) -> torch.Tensor | None:
     if scales is not None:
-        launching.check_tensor(scales, "static_scales", f"float [{blocks}]")
+        launching.check_tensor(scales, "static_scales", "float [{}]", blocks)
     if (granularity == "static") != (scales is not None):
         seen = None if scales is None else list(scales.shape)
         raise ArgumentError("static_scales", seen, "goes with granularity='static'", "pass both or none")

@@ -58,7 +58,7 @@ def gemm(
     if torch.compiler.is_compiling() or type(held) is not torch.Tensor or held.layout is not torch.strided:
         if dlpack.is_foreign(held):
             return dlpack.call(gemm, locals())
-        launching.check_tensor(held, "x", f"[..., {w.k}], or QuantizedActivations of w4ax")
+        launching.check_tensor(held, "x", "[..., {}], or QuantizedActivations of w4ax", w.k)
         if launching.is_traced(held):
             from terrazzo.ops.w4ax import torch_op
 
@@ -115,8 +115,8 @@ def grouped_gemm(
         grouped.check_traced(x, held, w, expert_offsets, bias)
         if not torch.compiler.is_compiling():
             grouped_op.check_out_dtype(out_dtype or (held.dtype if held is x else torch.float16))
-        return launching.copy_out(out, torch_op.call_grouped(x, w, expert_offsets, bias, out_dtype))
-    launching.check_tensor(held, "x", f"[M, {w.k}], or QuantizedActivations of w4ax")
+        return grouped.copy_out(out, torch_op.call_grouped(x, w, expert_offsets, bias, out_dtype), expert_offsets)
+    launching.check_tensor(held, "x", "[M, {}], or QuantizedActivations of w4ax", w.k)
     if held is x:
         launching.check_no_grad(x, "grouped_gemm")
         grouped.check_dtype(x)
@@ -173,7 +173,7 @@ def quantize_activations(
     if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.layout is not torch.strided:
         if dlpack.is_foreign(x):
             return dlpack.call(quantize_activations, locals())
-        launching.check_tensor(x, "x", f"[..., {w.k}]")
+        launching.check_tensor(x, "x", "[..., {}]", w.k)
         if launching.is_traced(x):
             from terrazzo.ops.w4ax import torch_op
 
@@ -181,7 +181,7 @@ def quantize_activations(
             activations.front_of(x, w, rms_weight, residual, activation)
             for name, vector in (("rms_weight", rms_weight), ("static_scales", static_scales)):
                 if vector is not None:
-                    launching.check_tensor(vector, name, f"float [{w.k if name == 'rms_weight' else w.blocks}]")
+                    launching.check_tensor(vector, name, "float [{}]", w.k if name == "rms_weight" else w.blocks)
             return torch_op.quantize(
                 x, w, rms_weight, eps, granularity or activations.default_granularity(w), static_scales, residual,
                 activation,

@@ -58,7 +58,7 @@ def gemm(
     if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.layout is not torch.strided:
         if dlpack.is_foreign(x):
             return dlpack.call(gemm, locals())
-        launching.check_tensor(x, "x", f"[..., {w.k}]")
+        launching.check_tensor(x, "x", "[..., {}]", w.k)
         if launching.is_traced(x):
             from terrazzo.ops.weight_only import torch_op
 
@@ -101,11 +101,11 @@ def grouped_gemm(
     grouped.check_kind(w, WeightOnly, FAMILIES)
     if dlpack.is_foreign(x):
         return dlpack.call(grouped_gemm, locals())
-    launching.check_tensor(x, "x", f"[M, {w.k}]")
+    launching.check_tensor(x, "x", "[M, {}]", w.k)
     if launching.is_traced(x):
         from terrazzo.ops.weight_only import torch_op
 
         grouped.check_traced(x, x, w, expert_offsets, bias, x.dtype)
         op.check_numerics(numerics, w.stacked.weight)
-        return launching.copy_out(out, torch_op.call_grouped(x, w, expert_offsets, bias, numerics))
+        return grouped.copy_out(out, torch_op.call_grouped(x, w, expert_offsets, bias, numerics), expert_offsets)
     return grouped_op.run(x, w, expert_offsets, bias, out, numerics)

@@ -178,7 +178,7 @@ def run(
     if not x.is_contiguous() or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     kernel, workspace, semaphores, no_bias = found
-    written = y if y.data_ptr() % 16 == 0 else torch.empty_like(y)
+    written = grouped.written_to(y)
     kernel(
         x, s.words.flatten(0, 1), s.params.flatten(0, 1), no_bias if bias is None else bias.view(-1), workspace,
         semaphores, written, expert_offsets,

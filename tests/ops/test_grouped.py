@@ -18,11 +18,15 @@ from terrazzo.lowering import KernelReport, compile_request
 from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
-from terrazzo.ops import w4a8, w4a16
+from terrazzo.ops import w4a8, w4a16, w4ax, w8a8
 from terrazzo.ops.grouped import MOST_EXPERTS, GroupedWeight, all_tokens
 from terrazzo.ops.w4a8 import fp8
 from terrazzo.ops.w4a8 import grouped as w4a8_grouped
+from terrazzo.ops.w4a8.w8a8 import grouped as w8a8_grouped
 from terrazzo.ops.w4a16 import grouped as w4a16_grouped
+from terrazzo.ops.w4ax import activations as w4ax_activations
+from terrazzo.ops.w4ax import grouped as w4ax_grouped
+from terrazzo.ops.weight_only import grouped as weight_only_grouped
 from terrazzo.schedules import grouped
 from terrazzo.schedules.linear_spaces import Grouped
 from terrazzo.schedules.multistage import Multistage
@@ -292,6 +296,54 @@ def test_kernels_get_one_matrix_after_the_other(monkeypatch, codes):
     y = w4a8.grouped_gemm(x, stacked, offsets, out_dtype=torch.bfloat16)
     assert (y.shape, y.dtype) == ((4, 70), torch.bfloat16) and bool((y == 1).all())
     assert torch.equal(seen[0][0], q) and seen[0][1] is x.scales and seen[0][2] is offsets
+
+
+FAMILIES = {"w4a16": w4a16, "w4a8": w4a8, "w8a8": w8a8, "w4ax": w4ax}
+LAUNCHERS = {"w4a16": weight_only_grouped, "w4a8": w4a8_grouped, "w8a8": w8a8_grouped, "w4ax": w4ax_grouped}
+
+
+def four_rows(name):
+    """Experts of 70 rows, and four rows of activations for them."""
+    family = FAMILIES[name]
+    if name == "w4ax":
+        plan = w4ax.plan_blocks(torch.rand(200) + 0.1, ratio=0.5)
+        stacked = family.GroupedWeight.stack([w4ax.quantize(torch.randn(70, 200), plan, target="sm_90a")] * 3)
+        q = torch.ones(4, stacked.stacked.blocks * 128, dtype=torch.int8)
+        scales = torch.ones(4, stacked.stacked.blocks)
+        return stacked, w4ax_activations.from_codes(q, scales, stacked.stacked, "two_level")
+    if name == "w8a8":
+        stacked = family.GroupedWeight.stack([w8a8.quantize(torch.randn(70, 200))] * 3)
+    else:
+        stacked = family.GroupedWeight.stack([w.pack() for w in experts(family)])
+    q, ones = torch.ones(4, 208, dtype=torch.int8), torch.ones(4)
+    if name == "w4a16":
+        return stacked, torch.ones(4, 200).half()
+    return stacked, w4a8.QuantizedActivations(q, ones, ones.int(), (4, 200))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("skipped", [0, 2, 8], ids=lambda values: f"{values} values in")
+def test_rows_of_no_expert_keep_what_they_held_wherever_the_output_begins(monkeypatch, name, skipped):
+    """Kernels store 16 bytes at a time: other outputs are written aside, and come back whole."""
+    launched = []
+
+    def kernel(*arguments):
+        y, offsets = arguments[-2:]
+        assert y.data_ptr() % 16 == 0
+        y[int(offsets[0]) : int(offsets[-1])] = 1.0
+        launched.append(y)
+
+    stacked, x = four_rows(name)
+    nothing = {"w4a16": 3, "w4ax": 3}.get(name, 4)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr("terrazzo.ops.launching.current_stream", lambda x: 0)
+    monkeypatch.setattr(LAUNCHERS[name], "_prepare", lambda *given: (kernel, *[torch.empty(1)] * nothing))
+    held = torch.full((4 * 70 + 16,), 7.0, dtype=torch.float16)
+    out = held[skipped : skipped + 4 * 70].view(4, 70)
+    offsets = torch.tensor([1, 2, 2, 3], dtype=torch.int32)
+    y = FAMILIES[name].grouped_gemm(x, stacked, offsets, out=out)
+    assert y is out and len(launched) == 1
+    assert bool((out[1:3] == 1).all()) and int((held == 7).sum()) == held.numel() - 2 * 70
 
 
 def of_tile(plan, **changes):

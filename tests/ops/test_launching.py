@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import dataclasses
 import pickle
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -227,3 +229,16 @@ def test_a_table_checks_a_weight_once_for_each_state():
     w.words = w.words.clone()
     table.of(w, w.words, w.params)
     assert len(seen) == 3
+
+
+def test_checks_of_tensors_make_no_text_ahead():
+    """torch.compile makes no strings of sizes that it holds as symbols: `check_tensor` gets words and sizes apart."""
+    ahead = []
+    for path in Path(launching.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("check_tensor", "launching.check_tensor"):
+                made = [part for part in ast.walk(node) if isinstance(part, ast.JoinedStr)]
+                ahead += [f"{path.name}:{node.lineno}"] * bool(made)
+    assert not ahead
+    with pytest.raises(ArgumentError, match=r"a torch tensor, float16 \[3, 5\]"):
+        launching.check_tensor([1.0], "x", "float16 [{}, {}]", 3, 5)

@@ -52,6 +52,42 @@ def test_a_call_is_one_graph(name):
     assert len(graphs) == 1 and any("terrazzo" in str(node.target) for node in graphs[0].graph.nodes)
 
 
+def of_columns(family, k: int, experts: bool):
+    """A weight of K columns, or three."""
+    if family is not w4ax:
+        made = family.quantize(torch.randn(64, k))
+    else:
+        plan = w4ax.plan_blocks(torch.rand(k) + 0.1, ratio=0.25)
+        made = w4ax.quantize(torch.randn(64, k), plan, target="sm_90a")
+    return family.GroupedWeight.stack([made] * 3) if experts else made
+
+
+SIZED = {
+    **{name: (of, False, lambda of, x, w: of.gemm(x, w))
+       for name, of in (("w4a16", w4a16), ("w4a8", w4a8), ("w8a8", w8a8), ("w4ax", w4ax))},
+    **{f"grouped {name}": (of, True, lambda of, x, w: of.grouped_gemm(x, w, OFFSETS))
+       for name, of in (("w4a16", w4a16), ("w4a8", w4a8), ("w8a8", w8a8), ("w4ax", w4ax))},
+    "w8a8 quantized": (w8a8, False, lambda of, x, w: w8a8.gemm(w8a8.quantize_activations(x, w), w)),
+    "w4ax quantized": (w4ax, False, lambda of, x, w: w4ax.gemm(w4ax.quantize_activations(x, w), w)),
+    "w4ax normed": (
+        w4ax, False,
+        lambda of, x, w: w4ax.gemm(w4ax.quantize_activations(x, w, rms_weight=x[0], residual=x.clone()), w),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_a_compiled_call_takes_weights_of_other_sizes(name):
+    """From the second weight on torch.compile holds sizes as symbols, of which it makes no strings."""
+    family, experts, call = SIZED[name]
+    torch._dynamo.reset()
+    made = torch.compile(lambda x, w: call(family, x, w), backend="eager", fullgraph=True)
+    with torch.no_grad():
+        for k in (256, 384, 640):
+            x, w = torch.randn(4, k).half(), of_columns(family, k, experts)
+            assert made(x, w).shape == (4, 64)
+
+
 E4M3_EXPERTS = w8a8.GroupedWeight.stack([w8a8.quantize(WEIGHT, codes="e4m3")] * 3)
 S8_EXPERTS = w8a8.GroupedWeight.stack([w8a8.quantize(WEIGHT)] * 3)
 FP8_EXPERTS = w4a8.GroupedWeight.stack([w4a8.fp8.quantize(WEIGHT, group_size=128)] * 3)
@@ -94,6 +130,16 @@ def test_compiled_experts_multiply_on_the_cpu(family, w):
         made = torch.compile(family.grouped_gemm, backend="eager", fullgraph=True)(X, w, OFFSETS)
     assert made.shape == (4, 64) and made.dtype == torch.float16
     assert torch.nn.functional.cosine_similarity(made.float(), X.float() @ WEIGHT.T).min() > 0.9
+
+
+@pytest.mark.parametrize("family", [w8a8, w4a8, w4a16, w4ax])
+def test_compiled_experts_leave_rows_of_nobody_in_the_output(family):
+    w, out = of_columns(family, 256, True), torch.full((6, 64), float("nan"), dtype=torch.float16)
+    call = lambda x, offsets: family.grouped_gemm(x, w, offsets, out=out)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(call, backend="eager", fullgraph=True)(torch.randn(6, 256).half(), OFFSETS + 1)
+    assert out[[0, 5]].isnan().all() and out[1:5].isfinite().all()
 
 
 @pytest.mark.parametrize("family, w", [(w8a8, S8_EXPERTS), (w4a8, BYTE_EXPERTS), (w4a16, EXPERTS)])

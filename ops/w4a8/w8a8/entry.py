@@ -59,7 +59,7 @@ def gemm(
     if torch.compiler.is_compiling() or type(held) is not torch.Tensor or held.layout is not torch.strided:
         if dlpack.is_foreign(held):
             return dlpack.call(gemm, locals())
-        launching.check_tensor(held, "x", f"[..., {w.k}], or what w8a8.quantize_activations makes")
+        launching.check_tensor(held, "x", "[..., {}], or what w8a8.quantize_activations makes", w.k)
         if launching.is_traced(held):
             from terrazzo.ops.w4a8.w8a8 import torch_op as w8_torch_op
 
@@ -125,8 +125,10 @@ def grouped_gemm(
         if not torch.compiler.is_compiling():
             dtype = out_dtype or (held.dtype if held is x else torch.float16)
             w8_grouped.check_choices(w, bias, dtype, accumulate)
-        return launching.copy_out(out, w8_torch_op.call_grouped(x, w, expert_offsets, bias, out_dtype, accumulate))
-    launching.check_tensor(held, "x", f"[M, {w.k}], or what w8a8.quantize_activations makes")
+        return grouped.copy_out(
+            out, w8_torch_op.call_grouped(x, w, expert_offsets, bias, out_dtype, accumulate), expert_offsets
+        )
+    launching.check_tensor(held, "x", "[M, {}], or what w8a8.quantize_activations makes", w.k)
     launching.check_no_grad(held, "grouped_gemm")
     if held is x:
         grouped.check_dtype(x)
@@ -159,7 +161,7 @@ def quantize_activations(x: SupportsDLPack, w: PackedWeight) -> Activations:
     if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.layout is not torch.strided:
         if dlpack.is_foreign(x):
             return dlpack.call(quantize_activations, locals())
-        launching.check_tensor(x, "x", f"[..., {w.k}]")
+        launching.check_tensor(x, "x", "[..., {}]", w.k)
         if launching.is_traced(x):
             from terrazzo.ops.w4a8.w8a8 import torch_op as w8_torch_op
 
