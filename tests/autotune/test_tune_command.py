@@ -332,7 +332,7 @@ def test_jobs_refuse_nonsense():
         Job(measure_ms=0.0)
     with pytest.raises(ArgumentError, match="at least 1"):
         Job(m=(0,))
-    with pytest.raises(ArgumentError, match="must be one of .*mxfp4_fp8_grouped, attention.*; use one of these"):
+    with pytest.raises(ArgumentError, match="must be one of .*w8a8_grouped, .*attention.*; use one of these"):
         Job(ops=("w4a17",))
     for name, bad in (
         ("within", float("nan")), ("most", 0), ("group", 0), ("group", 2.5), ("pages", (-1,)), ("q_len", (9,)),
