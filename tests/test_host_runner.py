@@ -35,12 +35,25 @@ NO_PROGRAMS |= {"tensor_parallel"}
 FACTS = {"out": "o", "results": "o/results", "gpu": "h200", "commit": "c0ffee"}
 SMI = "#!/bin/sh\necho '0, GPU-a, NVIDIA H200, 580.1'\necho '1, GPU-b, NVIDIA H200, 580.1'\n"
 SAY = """
-import json, os, time
+import json, os, sys, time
+name, *awaited = sys.argv[1:]
 start = time.monotonic()
-time.sleep({seconds})
+def running(other):  # or not yet started
+    if not os.path.exists(other):
+        return True
+    try:
+        return open("/proc/" + open(other).read() + "/stat").read().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+with open(name + ".new", "w") as file:
+    file.write(str(os.getpid()))
+os.rename(name + ".new", name)
+while any(map(running, awaited)):
+    time.sleep(0.01)
 facts = dict(gpu=os.environ["CUDA_VISIBLE_DEVICES"], nice=os.nice(0), cpus=sorted(os.sched_getaffinity(0)))
 print(json.dumps(facts | dict(start=start, end=time.monotonic())))
 """
+"""Says where it runs, once the processes of other steps have ended."""
 
 
 def step(name: str, code: str = "", seconds: float = 1.0, priority: int = 1, kind: str = "test", **facts) -> Step:
@@ -132,12 +145,16 @@ def test_a_quarter_of_the_cpus_is_nobodys():
 
 
 def test_timed_steps_are_alone_on_their_gpu_and_tests_beside_them_are_nice(tmp_path):
-    timed = [step(f"t{i}", SAY.format(seconds=0.3), kind="timed") for i in range(3)]
-    tests = [step(f"test.{i}", SAY.format(seconds=0.1)) for i in range(2)]
-    ahead = Step("compile.t2", ("-c", SAY.format(seconds=0.1)), 1, kind="compile", needs=(), ahead_of="t2")
-    rows = run(tmp_path, [*timed, *tests, ahead], "0,1")
+    def say(name: str, kind: str, *awaited: str, **facts) -> Step:
+        command = ("-c", SAY, *(str(tmp_path / f"pid of {it}") for it in (name, *awaited)))
+        return Step(name, command, 1, kind=kind, needs=(), **facts)
+
+    # the first timed step outlasts the tests, and the last what is compiled ahead of it, on a busy machine too
+    timed = [say("t0", "timed", "test.0", "test.1"), say("t1", "timed"), say("t2", "timed", "compile.t2")]
+    ahead = say("compile.t2", "compile", ahead_of="t2")
+    rows = run(tmp_path, [*timed, say("test.0", "test"), say("test.1", "test"), ahead], "0,1", budget=500.0)
     assert {row["status"] for row in rows.values()} == {"passed"}, rows
-    said = {name: json.loads(row["last"]) for name, row in rows.items()}
+    said = {name: json.loads((tmp_path / f"{name}.log").read_text()) for name in rows}
     _, second, last = crew("0,1")
     for gpu in "01":
         here = sorted((it["start"], it["end"]) for name, it in said.items() if it["gpu"] == gpu and name != ahead.name)
@@ -157,23 +174,28 @@ def test_timed_steps_are_alone_on_their_gpu_and_tests_beside_them_are_nice(tmp_p
     assert set(said["t0"]["cpus"]) == os.sched_getaffinity(0)
 
 
-def test_a_step_may_overrun_its_estimate_until_the_budget_ends_and_then_dies_with_its_children(tmp_path):
+def test_a_step_may_overrun_its_estimate_until_the_budget_ends_and_then_dies_with_its_children(tmp_path, monkeypatch):
     stubborn = (
         "import signal, subprocess, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        "print('1 failed', child.pid, flush=True); time.sleep(60)"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print('1 failed', child.pid, flush=True); time.sleep(600)"
     )
     steps = [
         step("test.slow", "import time; time.sleep(0.3)", seconds=0.1),
         step("test.stubborn", stubborn, seconds=0.1, priority=2),
         step("test.never", seconds=0.1, priority=3),
     ]
-    start = time.monotonic()
-    rows = run(tmp_path, steps, budget=3.0)
-    assert time.monotonic() - start < 50
+    said, budget = tmp_path / "test.stubborn.log", 1000.0
+
+    def monotonic() -> float:
+        """The budget is at its end as soon as the stubborn step has its child."""
+        return time.monotonic() + (budget if said.exists() and said.read_text() else 0.0)
+
+    monkeypatch.setattr(host, "time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
+    rows = run(tmp_path, steps, budget=budget)
     assert [row["status"] for row in rows.values()] == ["passed", "timed out", "not started"]
     slow, killed, _ = rows.values()
-    assert slow["seconds"] > slow["estimate_s"] and killed["rc"] == -signal.SIGKILL and killed["seconds"] > 0.5
+    assert slow["seconds"] > slow["estimate_s"] and killed["rc"] == -signal.SIGKILL
     assert not alive(int(killed["last"].split()[-1]))
     assert [host.failed(row) for row in rows.values()] == [False, True, False], "a test had failed before"
 
