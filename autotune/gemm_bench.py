@@ -56,6 +56,7 @@ class Peer(Protocol):
 
     A peer may also have `prepare(x, loaded)`, what its calls get instead of x (activations quantized outside of the
     clock), and `wrong(y, x, loaded)`, what is wrong with its output in words, where it computes another product.
+    `package` names the distribution that it is of, whose version the result states.
     """
 
     name: str
@@ -140,6 +141,7 @@ def bench(
     """
     from terrazzo.lowering.parallel import compile_many
     from terrazzo.lowering.targets import Target
+    from terrazzo.lowering.toolchain import package_version
 
     require_gpu()
     target = Target.detect()
@@ -150,6 +152,8 @@ def bench(
     result["copy_gb_s"] = round(measure.copy_bandwidth(), 1)
     peers = [peer for peer in (Cublas(), *settings.peers) if not peer.missing()]
     result["peers_missing"] = {peer.name: peer.missing() for peer in settings.peers if peer.missing()}
+    packages = {name for peer in peers if (name := getattr(peer, "package", None))}
+    result["peers_versions"] = {name: package_version(name) for name in sorted(packages)}
     result["rows"] = rows = []
     for (n, k), layers in problems.items():
         shape = kind(n, k, settings, target, peers, result["copy_gb_s"])

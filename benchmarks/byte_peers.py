@@ -97,7 +97,7 @@ class CutlassW4A8(_Peer):
     """vLLM's cutlass_w4a8_mm on e4m3. Scales are e4m3 under a float of the row. A code times its scale is rounded to
     e4m3 once more: a table in the kernel has the products."""
 
-    name, codes = "vllm_cutlass", "e4m3"
+    name, codes, package = "vllm_cutlass", "e4m3", Marlin.package
     missing = Marlin.missing
     modules = ("vllm._custom_ops",)
 
@@ -124,7 +124,7 @@ class CutlassW4A8(_Peer):
 class MarlinInt8(_Peer):
     """vLLM's Marlin on int8. A scale is an integer up to 4096, under one float for all of the weight."""
 
-    name = "vllm_marlin_int8"
+    name, package = "vllm_marlin_int8", Marlin.package
     missing, modules = Marlin.missing, Marlin.modules
 
     def load(self, weight: Any, dense: Any, copies: Callable[[int], int]) -> list[Loaded]:
@@ -158,7 +158,7 @@ class HummingBytes(_Peer):
     """humming on int8 or e4m3. `integers`, of int8: scales are integers up to 1024 under one float for all of the
     weight; vLLM does not ask for it."""
 
-    missing = Humming.missing
+    package, missing = Humming.package, Humming.missing
 
     def __init__(self, codes: str, integers: bool = False) -> None:
         self.codes, self.integers = codes, integers
@@ -176,7 +176,7 @@ class HummingBytes(_Peer):
 
         def one() -> Loaded:
             layer = Humming.layer((held.codes + 8).byte(), scales, None, facts, dense.dtype, asked)
-            return Loaded(lambda x, s: layer(inputs=x, input_scale=s), lambda picked: held.rows(seen, picked))
+            return Loaded(lambda x, s: Humming.run(layer, x, input_scale=s), lambda picked: held.rows(seen, picked))
 
         return [one() for _ in range(copies(dense.numel() // 2))]
 

@@ -8,9 +8,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+
+EVERY_M = 1 << 30
+"""humming's word for an interval of tokens without an end."""
+_TILES: dict[str, list[Any]] = {}
+"""humming's tiles, by its words for a layer: they take seconds to list."""
 
 
 def missing_module(*names: str) -> str:
@@ -58,6 +64,7 @@ def vllm_parts() -> SimpleNamespace:
 class _Vllm:
     """vLLM's operators; uint4 with zero points, uint4b8 without."""
 
+    package = "vllm"
     modules = ("vllm._custom_ops", "vllm.scalar_type")
 
     def missing(self) -> str:
@@ -135,6 +142,7 @@ class Machete(_Vllm):
 
 class Humming:
     name = "humming_w4a16"
+    package = "humming-kernels"
 
     def missing(self) -> str:
         return missing_module("humming.layer", "humming.schema")
@@ -159,16 +167,36 @@ class Humming:
         layer.transform()
         return layer
 
+    @staticmethod
+    def run(layer: Any, x: Any, **more: Any) -> Any:
+        """A layer's product with the tile that humming chooses for this many tokens.
+
+        Asked by itself it compiles those of all numbers of tokens, a hundred, before its first product.
+        """
+        return layer(inputs=x, tuning_config=Humming.tile(layer, x.shape[0]), **more)
+
+    @staticmethod
+    def tile(layer: Any, m: int) -> str:
+        """humming's own choice for m tokens, as it takes one: intervals of tokens, each with its tile."""
+        from humming.layer import HummingLayerMethod
+
+        words = layer.humming_metas[""].to_str()
+        if words not in _TILES:
+            _TILES[words] = HummingLayerMethod.get_default_tuning_configs(layer)
+        (found,) = [tile for least, most, tile in _TILES[words] if least < m <= most]
+        return json.dumps([[0, EVERY_M, found]])
+
     def load(self, weight: Any, dense: Any, copies: Callable[[int], int]) -> list[Any]:
         facts = (weight.codes, weight.scales, weight.zeros, {"group_size": weight.group_size}, dense.dtype, {})
         return [self.layer(*facts) for _ in range(copies(weight.n * weight.k // 2))]
 
     def call(self, x: Any, loaded: Any) -> Any:
-        return loaded(inputs=x)
+        return self.run(loaded, x)
 
 
 class Gemlite:
     name = "gemlite_a16w4"
+    package = "gemlite"
 
     def missing(self) -> str:
         return missing_module("gemlite.core")

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+import types
 
 import pytest
 from terrazzo.lowering.targets import Target
@@ -309,6 +310,39 @@ def test_outputs_of_byte_peers_are_held_against_their_own_operands():
     assert errors == pytest.approx([0.117, 0.120, 0.122], abs=1e-3)
     integers = byte_peers.HummingBytes("int8").prepare(torch.randn(3, 8, generator=rng), loaded)
     assert integers[0].dtype == torch.int8 and int(integers[0].abs().max()) == 127
+
+
+def test_a_layer_of_humming_is_asked_with_the_tile_that_it_chooses_for_the_tokens(monkeypatch):
+    import torch
+
+    asked, called = [], []
+
+    class Method:
+        @staticmethod
+        def get_default_tuning_configs(layer):
+            asked.append(layer)
+            return [[0, 8, {"block_shape": (8, 128, 64)}], [8, 200, {"block_shape": (64, 256, 64)}], [200, 1 << 30, {}]]
+
+    monkeypatch.setitem(sys.modules, "humming", types.ModuleType("humming"))
+    monkeypatch.setitem(sys.modules, "humming.layer", types.SimpleNamespace(HummingLayerMethod=Method))
+    monkeypatch.setattr(peers, "_TILES", {})
+
+    class Layer:
+        def __init__(self, words):
+            self.humming_metas = {"": types.SimpleNamespace(to_str=lambda: words)}
+
+        def __call__(self, **given):
+            called.append(given)
+
+    first, copy, other = Layer("6144 x 4096"), Layer("6144 x 4096"), Layer("4096 x 4096")
+    for layer, m in ((first, 8), (copy, 8), (first, 9), (other, 4096)):
+        peers.Humming.run(layer, torch.empty(m, 1), input_scale=m)
+    tiles = [json.loads(given["tuning_config"]) for given in called]
+    assert tiles == [
+        [[0, 1 << 30, {"block_shape": block} if block else {}]]
+        for block in ([8, 128, 64], [8, 128, 64], [64, 256, 64], None)
+    ]
+    assert asked == [first, other] and [given["input_scale"] for given in called] == [8, 8, 9, 4096]
 
 
 def test_experts_of_a_peer_are_held_against_their_own_operands():

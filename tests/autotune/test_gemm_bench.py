@@ -187,8 +187,10 @@ def test_peers(on_the_cpu):
         Rival("rival_unloadable", breaks="load"),
         Rival("rival_failing", breaks="call"),
     )
+    peers[0].package, peers[1].package, peers[2].package = "pytest", "no-such-rival", "not-asked"
     result = bench(peers)
     assert result["peers_missing"] == {"rival_absent": "rival is not installed"}
+    assert result["peers_versions"] == {"no-such-rival": None, "pytest": pytest.__version__}
     for row in result["rows"]:
         assert row["peers"] == {"cublas_f16": 10.0, "rival_right": 10.0}
         assert set(row["peers_failed"]) == {"rival_wrong", "rival_unloadable", "rival_failing"}
