@@ -2,6 +2,7 @@
 
     python -m benchmarks.generic_price --compile-only          their kernels, in parallel; `--gpu`: for another machine
     python -m benchmarks.generic_price --commit SHA            times, on a GPU
+    python -m benchmarks.generic_price --op fp8-gK,w8a16 ...   of other formats, as `nn.Linear` names them
 
 Both kernels of a pair have the same schedule, that of the operator's choice, and take turns. Each output of a generic
 kernel is compared with the special kernel's, bit by bit, on poisoned memory. A row: `us` of the special kernel,
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,20 @@ SHAPES = (
 )  # fmt: skip
 TOKENS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
 GROUP = 128
+PACKED = ("w4a16", "w4a8", "w4a8_fp8")
+"""Operators whose weights are random words; those of other formats are quantized."""
+
+
+def form_of(operator: str) -> Any:
+    """The family of a format's name."""
+    from terrazzo.nn.formats import FAMILIES, Format
+
+    return FAMILIES[Format.parse(operator).family]
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.generic_price", description=__doc__.splitlines()[0])
-    parser.add_argument("--op", default="w4a16", choices=("w4a16", "w4a8", "w4a8_fp8"))
+    parser.add_argument("--op", default="w4a16", help="comma-separated: w4a16, w4a8, w4a8_fp8, or formats of 16-bit x")
     parser.add_argument("--m", help="comma-separated numbers of tokens")
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of the shapes")
     parser.add_argument("--budget-ms", type=float, default=20.0, help="GPU time of one measurement")
@@ -41,29 +52,37 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
     options = parser.parse_args(argv)
+    options.op = options.op.split(",")
+    for name in options.op:
+        if name not in PACKED and not form_of(name).weight_format:
+            parser.error(f"--op: {name} is no format of 16-bit activations")
     options.m = tuple(int(m) for m in options.m.split(",")) if options.m else TOKENS
     return options
 
 
-def pairs(options: argparse.Namespace, target: Any) -> Iterator[tuple[int, int, int, Any, Any]]:
-    """(n, k, m, plan, request of the generic kernel)."""
-    for n, k in SHAPES[: options.shapes]:
-        for m in options.m:
-            plan = _plan(options.op, m, n, k, target)
-            if plan.stand_in is not None:
-                yield n, k, m, plan, plan.stand_in
-            elif dict(plan.request.params)["n"] == 0:
-                yield n, k, m, replace(plan, request=special(plan.request, n, k)), plan.request
+def pairs(options: argparse.Namespace, target: Any) -> Iterator[tuple[str, int, int, int, Any, Any]]:
+    """(operator, n, k, m, plan, request of the generic kernel)."""
+    for operator, (n, k), m in product(options.op, SHAPES[: options.shapes], options.m):
+        plan = _plan(operator, m, n, k, target)
+        if plan.stand_in is not None:
+            yield operator, n, k, m, plan, plan.stand_in
+        elif dict(plan.request.params)["n"] == 0:
+            yield operator, n, k, m, replace(plan, request=special(plan.request, n, k)), plan.request
 
 
 def _plan(operator: str, m: int, n: int, k: int, target: Any) -> Any:
     """What the operator launches."""
     facts = dict(group_size=GROUP, bias=False, target=target, device=target)
-    if operator == "w4a16":
+    if not operator.startswith("w4a8"):
+        from terrazzo.nn.formats import Format
+        from terrazzo.ops.formats.weight import get_weight_format
         from terrazzo.ops.weight_only import op
 
-        facts |= dict(symmetric=False, scale_dtype="float16", dtype="float16", numerics="auto")
-        return op.plan(m, n, k, **facts)
+        weight = form_of(operator).weight_format
+        scale = "float16" if weight in ("u4", "u8") else get_weight_format(weight).scales[0]
+        group = GROUP if operator == "w4a16" else Format.parse(operator).group_size or k
+        facts |= dict(symmetric=weight != "u4", scale_dtype=scale, dtype="float16", numerics="auto")
+        return op.plan(m, n, k, **facts | dict(group_size=group, weight=weight))
     from terrazzo.ops.w4a8 import op as bytes_op
 
     form = "e4m3" if operator == "w4a8_fp8" else "auto"
@@ -79,9 +98,14 @@ def special(request: Any, n: int, k: int) -> Any:
 
 def packed(operator: str, n: int, k: int, copies: int) -> list[tuple[Any, Any]]:
     """Words and parameters of weights with random codes, scales around one and zero points; W4A8's, whose words have
-    their parameters, with channel scales."""
+    their parameters, with channel scales. Of other formats copies of one."""
     import torch
 
+    if operator not in PACKED:
+        from terrazzo.nn.formats import Format
+
+        made = Format.parse(operator).quantize(torch.randn(n, k, device="cuda").mul_(k**-0.5).half())
+        return [(made.words.clone(), made.params.clone()) for _ in range(copies)]
     if operator != "w4a16":
         units = k // 128, -(-n // 64), 1024 + 128 // GROUP * 32
         # float16 factors of e4m3 are numbers whatever their bits, but for exponents that the mask takes away
@@ -89,7 +113,7 @@ def packed(operator: str, n: int, k: int, copies: int) -> list[tuple[Any, Any]]:
         words = [torch.randint(-(2**31), 2**31 - 1, units, dtype=torch.int32, device="cuda") for _ in range(copies)]
         for each in words:
             each[..., 1024:] &= mask
-        return [(each, torch.rand(units[1] * 64, device="cuda")) for each in words]
+        return [(each, torch.rand(units[1] * 64, device="cuda") * 1e-3) for each in words]
 
     made = []
     blocks, groups = -(-n // 64), k // GROUP
@@ -114,14 +138,15 @@ def row(operator: str, n: int, k: int, m: int, plan: Any, other: Any, weights: l
     from terrazzo.lowering.kernels import get_kernel
 
     x = torch.randn(m, k, device="cuda")
-    if operator == "w4a16":
+    if not operator.startswith("w4a8"):
         x, more, bias = x.half(), (), torch.zeros(1, device="cuda").half()
     else:
         e4m3 = operator == "w4a8_fp8"
         x = x.to(torch.float8_e4m3fn).view(torch.int8) if e4m3 else (x * 30).clamp(-127, 127).to(torch.int8)
         sums = torch.zeros(1, device="cuda") if e4m3 else x.sum(1)
         more, bias = (torch.rand(m, device="cuda"), sums.int()), torch.zeros(1, device="cuda")
-    space = torch.empty(plan.workspace, device="cuda")
+    integer = operator == "w4a8"
+    space = torch.empty(plan.workspace, dtype=torch.int32 if integer else torch.float32, device="cuda")
     semaphores = torch.zeros(plan.semaphores, dtype=torch.int32, device="cuda")
     kernels = {"special": get_kernel(plan.request), "generic": get_kernel(other)}
     kernels["control"] = kernels["special"]
@@ -145,7 +170,8 @@ def row(operator: str, n: int, k: int, m: int, plan: Any, other: Any, weights: l
     special, ours = times["special"], times["generic"]
     del kernels["control"]
     return {
-        "op": operator, "format": "u4", "dtype": "float16", "group": GROUP, "m": m, "n": n, "k": k, "model": "",
+        "op": operator, "format": params.get("weight", "u4"), "dtype": "float16", "group": params["group"],
+        "m": m, "n": n, "k": k, "model": "",
         "program": plan.request.name.rpartition(".")[2], "us": round(special.us, 3), "spread": round(special.spread, 4),
         "bytes": sum(t.nbytes for t in weights[0]), "peers": {"generic": round(ours.us, 3)},
         "generic_spread": round(ours.spread, 4), "ratio": round(ours.us / special.us, 4),
@@ -187,14 +213,14 @@ def run(options: argparse.Namespace) -> int:
     result = header(target, options.commit)
     result["rows"] = rows = []
     shape, weights = None, []
-    for n, k, m, plan, other in every:
-        if (n, k) != shape:
+    for operator, n, k, m, plan, other in every:
+        if (operator, n, k) != shape:
             weights.clear()
             torch.cuda.empty_cache()
-            shape, l2 = (n, k), torch.cuda.get_device_properties(0).L2_cache_size
-            weights.extend(packed(options.op, n, k, measure.copies_beyond_l2(n * k // 2, l2)))
-        rows.append(row(options.op, n, k, m, plan, other, weights, options.budget_ms))
-        print(json.dumps({x: rows[-1][x] for x in ("program", "n", "k", "m", "us", "ratio")}), flush=True)
+            shape, l2 = (operator, n, k), torch.cuda.get_device_properties(0).L2_cache_size
+            weights.extend(packed(operator, n, k, measure.copies_beyond_l2(n * k // 2, l2)))
+        rows.append(row(operator, n, k, m, plan, other, weights, options.budget_ms))
+        print(json.dumps({x: rows[-1][x] for x in ("op", "program", "n", "k", "m", "us", "ratio")}), flush=True)
         report.write(result, options.out, start)
     for line in summary(rows):
         print(line)
@@ -202,16 +228,16 @@ def run(options: argparse.Namespace) -> int:
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
-    """Geometric mean and worst ratio by program and M."""
+    """Geometric mean and worst ratio by operator, program and M."""
     lines = []
-    for program in sorted({row["program"] for row in rows}):
-        own = [row for row in rows if row["program"] == program]
+    for operator, program in sorted({(row["op"], row["program"]) for row in rows}):
+        own = [row for row in rows if (row["op"], row["program"]) == (operator, program)]
         for m in (*sorted({row["m"] for row in own}), None):
             ratios = [row["ratio"] for row in own if m in (None, row["m"])]
             control = report.geomean(row["control"] for row in own if m in (None, row["m"]))
             mean, worst, count = report.geomean(ratios), max(ratios), len(ratios)
             words = f"mean {mean:.4f}, worst {worst:.4f}, special beside itself {control:.4f}"
-            lines.append(f"{program:12} M {m or 'all':>5}: {count:3} pairs, {words}")
+            lines.append(f"{operator:9} {program:12} M {m or 'all':>5}: {count:3} pairs, {words}")
     return lines
 
 

@@ -67,7 +67,7 @@ def plan(
     def request(program: ModuleType, schedule: Any) -> KernelRequest:
         name = f"w4a8.{program.__name__.rpartition('.')[2]}"
         params = common | schedule.params()
-        params = shapeless(params) if program is stream_k_program and e4m3 else params  # int8: not measured yet
+        params = shapeless(params, 4 if raw else 2) if program is stream_k_program else params
         flags = launching.ptx_flags(target, device)
         entry = f"{program.__name__}:build"
         return KernelRequest(name, entry, tuple(params.items()), target, program.PASS_CONFIGS, flags)

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _SHAPED = 16
 """Tokens of a tile of stream_k whose kernels keep their shape: without one they took 2 %, up to 5 % (H100). Those
 without a shape stand in until they are compiled."""
+_ANY_SHAPE = ("u4", "fp8")
+"""Formats whose kernels of more tokens have no shape. What that costs the others was not measured."""
 
 
 @lru_cache(maxsize=1024)
@@ -63,7 +65,7 @@ def plan(
     def request(program: ModuleType, schedule: Any, numerics: str) -> KernelRequest:
         Operand(group, symmetric, scale_dtype, dtype, numerics, weight)  # raises where these do not go together
         params = common | schedule.params() | {"numerics": numerics}
-        if program is stream_k_program and weight == "u4" and schedule.block_tokens > _SHAPED:
+        if program is stream_k_program and weight in _ANY_SHAPE and schedule.block_tokens > _SHAPED:
             params = shapeless(params)
         name = f"{form.operator}.{program.__name__.rpartition('.')[2]}"
         entry = f"{program.__name__}:build"
