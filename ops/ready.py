@@ -19,7 +19,7 @@ class Part:
     Attributes:
         operator: of `model_requests.OPERATORS`, or "attention".
         models: of schedules/models.py. groups: channels for each scale, 0: all of a row. dtypes: of activations.
-        kv: formats of keys and values.
+        kv: formats of keys and values. symmetric: W4A16 without zero points, as GPTQ's symmetric checkpoints.
     """
 
     operator: str
@@ -27,6 +27,7 @@ class Part:
     groups: tuple[int, ...] = ()
     dtypes: tuple[str, ...] = ("float16", "bfloat16")
     kv: tuple[tuple[str, str], ...] = ()
+    symmetric: bool = False
 
 
 SERVED = ("llama-3.1-8b", "qwen3-8b", "mistral-7b", "qwen2.5-7b", "llama-3.2-3b")
@@ -42,10 +43,12 @@ ALONG = ("norm", "activation", "rope")
 """Operators whose kernels come with a model's linear layers."""
 PARTS = (
     Part("w4a16", SERVED, (128, 64)),
+    Part("w4a16", SERVED, (128,), symmetric=True),
     Part("w4a16", SERVED[:1], (0,)),
     Part("w4a8", SERVED[:2], (128, 64)),
     Part("w4a8_fp8", SERVED[:2], (128,)),
     Part("w4a16", EXPERTS, (128,)),
+    Part("w4a16", EXPERTS, (128,), symmetric=True),
     Part("fp8", SERVED[:2], (128, 0)),
     Part("attention", SERVED, kv=(("int4", "int4"), ("int8", "int8"), ("fp8", "fp8"))),
 )
@@ -77,6 +80,6 @@ def plans(part: Part, target: Target) -> Iterator[Plan]:
         for dtype in part.dtypes:
             for group in part.groups or (128,):
                 linear = part.operator != "attention"
-                weights = Weights(group, dtype=dtype, operator=part.operator if linear else None)
+                weights = Weights(group, part.symmetric, dtype=dtype, operator=part.operator if linear else None)
                 serving = Serving(target, dtype, linear, part.kv, parts=False)
                 yield model_requests.plan(model_requests.of_name(name, weights), serving)
