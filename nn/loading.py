@@ -35,6 +35,7 @@ def load(
     format: str | None = None,
     target: str | None = None,
     weight_only: bool = False,
+    activations: str | None = None,
     max_tokens: int = MAX_TOKENS,
     tensor_parallel: tuple[int, int] | TensorParallel | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -63,6 +64,8 @@ def load(
         target: architecture to pack for; None the device's.
         weight_only: True multiplies 16-bit activations by the folder's FP8 and INT8 layers. False follows its config:
             8-bit activations, static or dynamic, where it states them and the GPU has such products (W8A8).
+        activations: "e4m3" quantizes what the folder's MXFP4 layers and experts multiply, a scale for each token; None
+            keeps 16 bits, which on an H100 takes no longer (docs/generate.md).
         max_tokens: of a sequence in caches that forward makes.
         tensor_parallel: (rank, world) of the ranks that share the model, each of which calls load. Of layers, heads and
             vocabulary only the rank's own are read; forward sums over `torch.distributed` (docs/generate.md).
@@ -77,6 +80,7 @@ def load(
     own, config = _config_of(source, config)
     found = dtype_of(config, dtype)
     _check_options(options, quantize, target, max_tokens, weight_only)
+    _check_activations(activations, weight_only)
     ranks = TensorParallel.of(tensor_parallel)
     formats = kv_formats(kv if kv is not None else own.get("kv", weights_name(found)))
     form = None if quantize is None else Format.parse(quantize)
@@ -93,6 +97,10 @@ def load(
             constraint = "the folder's weights are packed, with the activations that they multiply"
             remedy = "load the folder that they are from with weight_only=True, and save that"
             raise ArgumentError("weight_only", True, constraint, remedy)
+        if activations is not None:
+            constraint = "the folder's weights are packed, with the activations that they multiply"
+            remedy = "load the folder that they are from with it, and save that"
+            raise ArgumentError("activations", activations, constraint, remedy)
         from terrazzo.ops.checkpoints import TensorFiles
 
         made = Stored(_Lazy(TensorFiles(source), to), to, found)
@@ -102,6 +110,7 @@ def load(
         checkpoint = None if isinstance(source, Mapping) else Checkpoint(source, format)
         state = source if isinstance(source, Mapping) else {}
         facts = dict(quantize=form, options=options, target=target, report=report, weight_only=weight_only)
+        facts |= dict(activations=activations)
         made = Published(checkpoint, state, to, found, **facts)
     static = tuple(shared_heads(scales, shape.kv_heads, ranks) for scales in _static(made, formats, shape))
     rotaries = [rotary.to(to) for rotary in model_module.rotaries_of(skeleton, shape)]
@@ -109,6 +118,11 @@ def load(
         builder = Builder(shape, made, rotaries, progress, ranks)
         decoder = builder.decoder()
         skeleton.lm_head = _head(builder.head(decoder), head_form, found, target)
+    if activations is not None and not made.quantizes_activations:
+        constraint = "quantizes what MXFP4 weights multiply, and the source has none"
+        raise ArgumentError(
+            "activations", activations, constraint, 'leave it out; for float ones quantize="mxfp4-e4m3"'
+        )
     skeleton.model = model_module.Body(decoder, builder.own, formats, max_tokens, skeleton.config, static, ranks)
     skeleton.config.dtype = found
     if (stated := generation_config(source)) is not None:
@@ -137,6 +151,15 @@ def _check_options(options: Any, quantize: Any, target: Any, max_tokens: Any, we
         raise ArgumentError("weight_only", weight_only, "must be True or False", "leave it out to follow the folder")
     if target is not None:
         Target.parse(target)
+
+
+def _check_activations(activations: Any, weight_only: bool) -> None:
+    """Of `load`."""
+    if activations not in (None, "e4m3"):
+        raise ArgumentError("activations", activations, 'must be None or "e4m3"', "leave it out for 16 bits")
+    if activations is not None and weight_only:
+        constraint = "keeps activations in 16 bits, and activations='e4m3' quantizes them"
+        raise ArgumentError("weight_only", True, constraint, "pass one of the two")
 
 
 def dtype_of(config: Any, asked: torch.dtype | None) -> torch.dtype:

@@ -16,8 +16,9 @@ from terrazzo.nn.formats import Format
 from terrazzo.nn.joined import JoinedLinear, join
 from terrazzo.nn.linear import Linear
 from terrazzo.nn.module import stored_weight
+from terrazzo.ops import mxfp4 as mxfp4_weights
+from terrazzo.ops import mxfp4_fp8, weights
 from terrazzo.ops import stored_layers as stored
-from terrazzo.ops import weights
 from terrazzo.ops.checkpoints import Checkpoint, fields, loaders, mxfp4
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.shards import ORDERS, Cut, Part, Share, checked_spans, plan, spans_of
@@ -77,6 +78,10 @@ class Published(Source):
         quantize: format for float layers; None keeps them in 16 bits. options: of the family's quantizer.
         target: of packed weights. report: see `Report`.
         weight_only: whether FP8 and INT8 layers multiply 16-bit activations, whatever the folder states of them.
+        activations: "e4m3" quantizes what MXFP4 layers and experts multiply; None keeps 16 bits.
+
+    Attributes:
+        quantizes_activations: whether a layer was read that `activations` is about.
     """
 
     def __init__(
@@ -91,8 +96,10 @@ class Published(Source):
         target: str | None = None,
         report: Report | None = None,
         weight_only: bool = False,
+        activations: str | None = None,
     ) -> None:
         super().__init__(device, dtype)
+        self.activations, self.quantizes_activations = activations, False
         arch = weights.arch_of(target, device)
         self.runs_on, self.weight_only = None if arch is None else Target.parse(arch), weight_only
         self.checkpoint, self.tensors = checkpoint, dict(state)
@@ -168,7 +175,9 @@ class Published(Source):
         """Canonical weight of a 4-bit layer, or (weight, bias) of a float one; of a share of its rows or columns."""
         if name in self.layers:
             config = self.checkpoint.layer(name)
-            operator = stored.operator_of(self.layers[name], config, self.runs_on, weight_only=self.weight_only)
+            options = dict(weight_only=self.weight_only, activations=self.activations)
+            operator = stored.operator_of(self.layers[name], config, self.runs_on, **options)
+            self.quantizes_activations |= operator == "mxfp4_fp8"
             family = stored.FAMILIES[operator]
             with _of_layer(name, share):
                 return loaders.read(family, self.checkpoint, name, self.device, share)
@@ -278,7 +287,9 @@ class Published(Source):
         for leaf, part, share in (("gate_up_proj", "gate_up", shares[0]), ("down_proj", "down", shares[1])):
             order = "interleaved" if part == "gate_up" else None
             if self.has(f"{name}.{leaf}_blocks"):
-                pairs = [(one.pack(target=self.target), None) for one in self._small(f"{name}.{leaf}", order, share)]
+                pack = mxfp4_fp8.pack if self.activations else mxfp4_weights.pack
+                self.quantizes_activations |= self.activations is not None
+                pairs = [(pack(one, target=self.target), None) for one in self._small(f"{name}.{leaf}", order, share)]
             elif self.quantize is None:
                 raise _float_experts(own)
             else:

@@ -22,18 +22,27 @@ FAMILIES = {
 
 
 def operator_of(
-    convention: str, config: LayerConfig, target: Target | None = None, *, weight_only: bool = False
+    convention: str,
+    config: LayerConfig,
+    target: Target | None = None,
+    *,
+    weight_only: bool = False,
+    activations: str | None = None,
 ) -> str:
     """Key of `FAMILIES`, by how a layer is stored and what its config says of activations.
 
     Bytes follow the config: where that quantizes activations to 8 bits and the target multiplies such bytes, they are
     W8A8's. Activations stay in 16 bits where it says nothing or bounds their scales, where INT8 weights have groups or
-    zero points, and where the target has no such instruction.
+    zero points, and where the target has no such instruction. MXFP4 keeps 16 bits, whatever the config says: they cost
+    no time on an H100, and no accuracy.
 
     Args:
         convention: key of `Checkpoint.layers()`'s values. target: None is any that has the instructions.
         weight_only: whether activations of FP8 and INT8 layers stay in 16 bits whatever the config says.
+        activations: "e4m3" quantizes those of MXFP4 layers.
     """
+    if convention == "mxfp4" and activations == "e4m3":
+        return "mxfp4_fp8"
     if convention in ("mxfp4", "nvfp4"):
         return convention
     if convention == "fp8":
