@@ -12,17 +12,20 @@ from terrazzo.nn.attention import Attention
 from terrazzo.nn.decoder import Decoder, DecoderLayer, Rotary
 from terrazzo.nn.dense import Dense
 from terrazzo.nn.joined import GateUpLinear, QKVLinear
+from terrazzo.nn.leftovers import Leftovers
 from terrazzo.nn.linear import Linear
 from terrazzo.nn.mlp import MLP, SparseMLP
 from terrazzo.nn.norm import RMSNorm
 from terrazzo.nn.parallel import SharedHead, TensorParallel, local_shape
-from terrazzo.nn.sources import Source
+from terrazzo.nn.sources import Published, Source
 
 MODELS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text", "gpt_oss")
 """Values of `model_type` in a config (of the text model, where there are several)."""
 SWIGLU_OAI = {"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 """What gpt-oss's config says of the activation that "swiglu_oai" is."""
 HEAD_DIMS = (64, 128, 256)
+HEAD_LEAVES = ("weight", "qweight", "weight_packed", "words")
+"""Of which a head has one: in floats or bytes, in two ways of 4-bit words, or packed by Terrazzo."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ def shape_of(config: Any) -> Shape:
     """
     kind, get = config.model_type, lambda name, default=None: getattr(config, name, None) or default
     if kind not in MODELS:
-        raise ArgumentError("model_type", kind, f"must be one of {MODELS}", "swap its layers by hand with nn.Linear")
+        remedy = "give transformers' own model to terrazzo.integrations.transformers.pack, which swaps its layers"
+        raise ArgumentError("model_type", kind, f"must be one of {MODELS}", remedy)
     heads, layers = config.num_attention_heads, config.num_hidden_layers
     head_dim = get("head_dim", config.hidden_size // heads)
     if head_dim not in HEAD_DIMS:
@@ -82,8 +86,9 @@ def shape_of(config: Any) -> Shape:
     if not types:
         types = ("sliding_attention" if get("sliding_window") else "full_attention",) * layers
     window = get("sliding_window", 0)
-    if gemma and getattr(config, "use_bidirectional_attention", False):
-        raise ArgumentError("use_bidirectional_attention", True, "decoding is causal", "take a causal model")
+    for name, causal in (("use_bidirectional_attention", False), ("is_causal", True)):  # transformers obeys both
+        if getattr(config, name, causal) not in (causal, None):
+            raise ArgumentError(name, not causal, "decoding is causal", "take a causal model")
     for name in ("attn_logit_softcapping", "final_logit_softcapping") if gemma else ():
         if get(name):
             raise ArgumentError(name, get(name), "is not served in Gemma 3", "swap its layers by hand with nn.Linear")
@@ -134,6 +139,12 @@ class Builder:
         self.heads = () if ranks is None else (ranks.rows(unit), *[ranks.rows(unit, replicate=True)] * 2)
         self.progress = progress or (lambda done, total: None)
         self.root = self._root()
+        self.leftovers = None
+        if isinstance(source, Published):
+            names, cut = source.names(), source.cut_layers
+            self.leftovers = Leftovers(shape.kind, names, self.root, self.head_names, shape.layers, cut)
+            self.leftovers.check()
+            self._check_head()
 
     def _root(self) -> str:
         """What stands in front of "layers.0." in the checkpoint's names, and of "embed_tokens"."""
@@ -163,13 +174,21 @@ class Builder:
         """Logits of hidden states."""
         return self.head_of(decoder.embed_tokens.weight.detach())
 
+    @property
+    def head_names(self) -> list[str]:
+        """Names that the head may have in the checkpoint."""
+        roots = ("", self.root, self.root.removesuffix("model."))
+        return list(dict.fromkeys(f"{root}lm_head" for root in roots))
+
     def head_of(self, embedding: torch.Tensor) -> Linear | Dense | SharedHead:
-        """The head: the embedding's weights where they are tied or the checkpoint has no others."""
-        names = [f"{root}lm_head" for root in ("", self.root, self.root.removesuffix("model."))]
+        """The head: the embedding's weights where they are tied."""
         sizes = (self.shape.vocabulary, self.shape.hidden)
-        for name in dict.fromkeys(names):
-            if not self.shape.tied and any(self.source.has(f"{name}.{leaf}") for leaf in ("weight", "qweight")):
+        for name in self.head_names:
+            if not self.shape.tied and any(self.source.has(f"{name}.{leaf}") for leaf in HEAD_LEAVES):
                 return self._head(name, sizes)
+            if self.shape.tied and any(self.source.has(f"{name}.{leaf}") for leaf in ("qweight", "weight_packed")):
+                constraint = f"but {name} has codes of its own"
+                raise ArgumentError("tie_word_embeddings", True, constraint, "set it to false in config.json")
             if self.shape.tied and self.source.has(f"{name}.weight"):
                 stored = self.source.vector(f"{name}.weight", f"{name}.weight")
                 if not torch.equal(stored, embedding):
@@ -177,11 +196,19 @@ class Builder:
                     raise ArgumentError("tie_word_embeddings", True, constraint, "set it to false in config.json")
         if self.source.has("lm_head.words"):  # in 4 bits, whatever the config ties
             return self._head("lm_head", sizes)
+        self._check_head()
         if self.shares_head:
             share = self.ranks.rows()
             (span,) = share.cut(len(embedding), 0).spans
             return SharedHead(Dense(embedding[slice(*span)]), self.ranks)  # rows of the embedding, not a copy
         return Dense(embedding)
+
+    def _check_head(self) -> None:
+        """A head of its own is there where the embedding is none."""
+        leaves = [f"{name}.{leaf}" for name in self.head_names for leaf in HEAD_LEAVES]
+        if not self.shape.tied and not any(map(self.source.has, leaves)):
+            constraint = "is missing, and tie_word_embeddings is false: the model gives no logits"
+            raise ArgumentError("name", "lm_head.weight", constraint, "get the missing shard, or take a causal model")
 
     @property
     def shares_head(self) -> bool:
@@ -207,7 +234,7 @@ class Builder:
         gemma = s.kind == "gemma3_text"
         second = "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"
         post = ("post_attention_layernorm", "post_feedforward_layernorm")
-        return DecoderLayer(
+        made = DecoderLayer(
             self.attention(index, f"{name}.self_attn", f"{own}.self_attn"),
             self.sparse(name, f"{own}.mlp") if s.sparse[index] else self.mlp(f"{name}.mlp", f"{own}.mlp"),
             self.norm(f"{name}.input_layernorm", f"{own}.input_norm"),
@@ -216,6 +243,9 @@ class Builder:
             self.norm(f"{name}.{post[1]}", f"{own}.post_mlp") if gemma else None,
             s.rotary_kinds.index(kind),
         )
+        if self.leftovers is not None:
+            self.leftovers.check_layer(index, self.source.seen)
+        return made
 
     def attention(self, index: int, name: str, own: str) -> Attention:
         s, mine, source = self.shape, self.own, self.source

@@ -76,6 +76,7 @@ def load(
             cannot share. ToolchainError: transformers is not installed.
     """
     model_module = _transformers()
+    cut_layers = config is not None
     to = weights.device_of(device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu"))
     own, config = _config_of(source, config)
     found = dtype_of(config, dtype)
@@ -110,10 +111,11 @@ def load(
         checkpoint = None if isinstance(source, Mapping) else Checkpoint(source, format)
         state = source if isinstance(source, Mapping) else {}
         facts = dict(quantize=form, options=options, target=target, report=report, weight_only=weight_only)
-        facts |= dict(activations=activations)
+        facts |= dict(activations=activations, cut_layers=cut_layers)
         made = Published(checkpoint, state, to, found, **facts)
     static = tuple(shared_heads(scales, shape.kv_heads, ranks) for scales in _static(made, formats, shape))
     rotaries = [rotary.to(to) for rotary in model_module.rotaries_of(skeleton, shape)]
+    stated = generation_config(source)
     with torch.no_grad():
         builder = Builder(shape, made, rotaries, progress, ranks)
         decoder = builder.decoder()
@@ -125,7 +127,7 @@ def load(
         )
     skeleton.model = model_module.Body(decoder, builder.own, formats, max_tokens, skeleton.config, static, ranks)
     skeleton.config.dtype = found
-    if (stated := generation_config(source)) is not None:
+    if stated is not None:
         skeleton.generation_config = stated
     return skeleton.eval()
 
@@ -169,6 +171,8 @@ def dtype_of(config: Any, asked: torch.dtype | None) -> torch.dtype:
     found = asked or getattr(config, "dtype", None)
     if asked is None and weights_name(found) not in DTYPES:
         found = torch.float16
+    if isinstance(found, str):  # configs may hold the name
+        found = getattr(torch, weights_name(found))
     if weights_name(found) not in DTYPES:
         raise ArgumentError("dtype", weights_name(found), f"must be one of {DTYPES}", "pass torch.bfloat16")
     return found
@@ -205,8 +209,8 @@ def _config_of(source: Any, config: Any) -> tuple[dict, Any]:
         try:
             config = AutoConfig.from_pretrained(folder)
         except Exception as error:  # whatever transformers makes of a damaged config
-            said = " ".join(str(error).split())[:200]
-            raise ArgumentError("source", str(folder), f"its config cannot be read ({said})", "get it again") from None
+            remedy = "get the folder again; a model_type that it does not know may need a newer transformers"
+            raise ArgumentError("source", str(folder), f"its config cannot be read ({_said(error)})", remedy) from None
     if not hasattr(config, "get_text_config"):
         constraint = "must be a transformers config"
         raise ArgumentError("config", type(config).__name__, constraint, "pass model.config")
@@ -259,12 +263,25 @@ def _static(source: Source, formats: tuple[str, str], shape: Any) -> tuple[torch
 
 
 def generation_config(source: Any) -> Any:
-    """The folder's, where there is one; else None."""
+    """The folder's, where there is one; else None.
+
+    Raises:
+        ArgumentError: names the file, where transformers cannot read it.
+    """
     from transformers import GenerationConfig
 
-    if not isinstance(source, Mapping) and (Path(source) / "generation_config.json").is_file():
+    if isinstance(source, Mapping) or not (file := Path(source) / "generation_config.json").is_file():
+        return None
+    try:
         return GenerationConfig.from_pretrained(source)
-    return None
+    except Exception as error:  # whatever transformers makes of a damaged file
+        remedy = "get it again, or remove it: the tokenizer names end tokens too"
+        raise ArgumentError("source", str(file), f"cannot be read ({_said(error)})", remedy) from None
+
+
+def _said(error: Exception) -> str:
+    """The beginning of an error's text, in one line."""
+    return " ".join(str(error).split())[:200]
 
 
 class _Lazy(Mapping):

@@ -88,20 +88,21 @@ def quantize_folder(
         "options": {name: str(value) for name, value in (options or {}).items()}, "version": model_module.VERSION,
         "target": target, "calibration": _digest(calibration),
     }  # fmt: skip
-    _begin(folder, settings)
 
     from terrazzo.nn.architectures import Builder, shape_of
 
     shape, skeleton, errors = shape_of(config), model_module.skeleton(config), {}
+    rotaries = [rotary.to(to) for rotary in model_module.rotaries_of(skeleton, shape)]
+    generation = loading.generation_config(source)
     note: dict[str, float] = {}
     made = Published(
         checkpoint, {}, to, found, quantize=form, options=options, target=target,
         report=lambda name, packed, weight: note.__setitem__(name, error_of(packed, weight)),
     )  # fmt: skip
     builder = Builder(shape, made, [])
+    _begin(folder, settings)
     watched = None
     if calibration is not None:
-        rotaries = [rotary.to(to) for rotary in model_module.rotaries_of(skeleton, shape)]
         watched = Calibration(Builder(shape, Published(checkpoint, {}, to, found), rotaries), calibration)
     files: dict[str, list[str]] = {}
     with torch.no_grad():
@@ -127,7 +128,7 @@ def quantize_folder(
     size = sum((folder / name).stat().st_size for name in files)
     _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": places})
     skeleton.config.dtype = found
-    model_module.write_configs(folder, skeleton.config, formats, loading.generation_config(source))
+    model_module.write_configs(folder, skeleton.config, formats, generation)
     _write_json(folder / SETTINGS, settings | {"done": True, "errors": errors})
     return errors
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +28,9 @@ from torch import nn
 Shares = Sequence[Share | None]
 CUT = ("world", "unit", "parts", *ORDERS)
 """What errors of a cut name."""
+
+AGAIN = re.compile(r"consolidated[\w.-]*\.safetensors")
+"""Files that hold the whole model once more, in its authors' own names."""
 
 Report = Callable[[str, Any, torch.Tensor | None], None]
 """Called with the name of a layer, its packed weight, and the float one that it was quantized of, or None."""
@@ -79,9 +83,11 @@ class Published(Source):
         target: of packed weights. report: see `Report`.
         weight_only: whether FP8 and INT8 layers multiply 16-bit activations, whatever the folder states of them.
         activations: "e4m3" quantizes what MXFP4 layers and experts multiply; None keeps 16 bits.
+        cut_layers: whether the config may have fewer decoder layers than there are tensors of.
 
     Attributes:
         quantizes_activations: whether a layer was read that `activations` is about.
+        seen: names of the tensors that modules were made of.
     """
 
     def __init__(
@@ -97,6 +103,7 @@ class Published(Source):
         report: Report | None = None,
         weight_only: bool = False,
         activations: str | None = None,
+        cut_layers: bool = False,
     ) -> None:
         super().__init__(device, dtype)
         self.activations, self.quantizes_activations = activations, False
@@ -106,18 +113,27 @@ class Published(Source):
         self.layers = {} if checkpoint is None else checkpoint.layers()
         self.quantize, self.options, self.target = quantize, dict(options or {}), target
         self.report = report or (lambda name, packed, weight: None)
+        self.seen: set[str] = set()
+        self.cut_layers = cut_layers
         self.tuned: Callable[[str, torch.Tensor], Mapping[str, Any]] = lambda name, weight: {}
 
     def names(self) -> list[str]:
-        return self.checkpoint.names() if self.checkpoint is not None else list(self.tensors)
+        if self.checkpoint is None:
+            return list(self.tensors)
+        places = self.checkpoint.places
+        return [
+            name for name in self.checkpoint.names() if name not in places or not AGAIN.fullmatch(places[name].name)
+        ]
 
     def has(self, name: str) -> bool:
         return name in self.checkpoint.places if self.checkpoint is not None else name in self.tensors
 
     def read(self, name: str) -> torch.Tensor:
+        self.seen.add(name)
         return super().read(name) if self.checkpoint is None else self.checkpoint.tensor(name, self.device)
 
     def take(self, name: str, cut: Cut | None) -> torch.Tensor:
+        self.seen.add(name)
         if cut is None or self.checkpoint is None:
             return super().take(name, cut)
         return self.checkpoint.part(name, cut, self.device)
@@ -174,6 +190,7 @@ class Published(Source):
     def _part(self, name: str, share: Share | None = None) -> Any:
         """Canonical weight of a 4-bit layer, or (weight, bias) of a float one; of a share of its rows or columns."""
         if name in self.layers:
+            self.seen.update(self.checkpoint.leaves(name).values())
             config = self.checkpoint.layer(name)
             options = dict(weight_only=self.weight_only, activations=self.activations)
             operator = stored.operator_of(self.layers[name], config, self.runs_on, **options)
@@ -184,6 +201,7 @@ class Published(Source):
         if self.checkpoint is not None and (why := fields.changed(self.checkpoint.config.raw, name, "float")):
             raise ArgumentError("name", name, f"cannot be read: {why}", "get the model without it")
         cut, held = None, f"{name}.bias"
+        self.seen.add(held)
         if share is not None and len(whole := self.shape_of(f"{name}.weight")) == 2:
             with _of_layer(name, share):
                 cut = share.cut(whole[share.dim], share.dim)
