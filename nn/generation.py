@@ -57,6 +57,8 @@ class Sampling:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not fine(value):
                 raise ArgumentError(name, value, constraint, remedy)
+        if self.seed is not None and (type(self.seed) is not int or not -(1 << 63) <= self.seed < 1 << 64):
+            raise ArgumentError("seed", self.seed, "must be an integer of 64 bits", "pass seed=0, or None for any")
 
     def processors(self) -> list[Any]:
         """transformers' logits processors in its own order."""

@@ -160,6 +160,11 @@ def _tokens(tokenizer: Any, text: Any, chat: bool) -> list[int]:
         if not getattr(tokenizer, "chat_template", None):
             raise ArgumentError("chat", True, "the tokenizer has no chat template", "pass chat=False")
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        constraint = f"is no text: its character {error.start} is half of a surrogate pair"
+        raise ArgumentError("prompts", ascii(text)[:80], constraint, "decode its bytes as UTF-8") from None
     found = tokenizer.encode(text, add_special_tokens=not chat)
     if not found:
         raise ArgumentError("prompts", text, "is no token for this tokenizer", "pass a text that is not empty")

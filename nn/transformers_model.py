@@ -172,14 +172,15 @@ class Body(nn.Module):
             cache: the name of past_key_values from transformers 5.24 on.
 
         Raises:
-            ArgumentError: a mask of four dimensions, a cache of another kind that holds tokens, positions of another
-                shape, outputs that are not kept (hidden states of layers, attention, router logits).
+            ArgumentError: tokens that are no integers [B, T], or come beside embeddings; a mask of four dimensions, a
+                cache of another kind that holds tokens, positions of another shape, outputs that are not kept (hidden
+                states of layers, attention, router logits).
         """
         for name in REFUSED:
             if kwargs.get(name, getattr(self.config, name, False)):
                 remedy = "leave it out, or use transformers' own model"
                 raise ArgumentError(name, True, "is not kept: layers' sums stay inside of kernels", remedy)
-        given = input_ids if inputs_embeds is None else inputs_embeds
+        given = self._given(input_ids, inputs_embeds)
         rows, columns = given.shape[:2]
         held = self._cache(past_key_values if cache is None else cache, rows, columns, use_cache)
         mask = _newest(attention_mask, rows, columns)
@@ -197,6 +198,24 @@ class Body(nn.Module):
         else:
             h = h.new_zeros(rows, columns, h.shape[-1]).masked_scatter_(mask[..., None], h)
         return MoeModelOutputWithPast(last_hidden_state=h, past_key_values=held if use_cache is not False else None)
+
+    def _given(self, tokens: torch.Tensor | None, embedded: torch.Tensor | None) -> torch.Tensor:
+        """Tokens [B, T] or embeddings [B, T, hidden], whichever there is."""
+        if (tokens is None) == (embedded is None):
+            seen = "neither" if tokens is None else "both"
+            raise ArgumentError("input_ids", seen, "or inputs_embeds must be given, and not both", "pass one of them")
+        if tokens is not None:
+            name, given = "input_ids", tokens
+            fits = tokens.dim() == 2 and not (tokens.is_floating_point() or tokens.dtype == torch.bool)
+            wanted, remedy = "integers [batch, tokens]", "tokenizer(texts, return_tensors='pt').input_ids is such"
+        else:
+            name, given, hidden = "inputs_embeds", embedded, self.embed_tokens.weight.shape[1]
+            fits = given.dim() == 3 and given.shape[2] == hidden and given.is_floating_point()
+            wanted, remedy = f"floats [batch, tokens, {hidden}]", "model.get_input_embeddings()(input_ids) is such"
+        if not fits or not given.numel():
+            seen = f"{given.dtype} {list(given.shape)}"
+            raise ArgumentError(name, seen, f"must be {wanted}, of at least one token", remedy)
+        return given
 
     def _cache(self, given: Any, rows: int, columns: int, use_cache: bool | None) -> TerrazzoCache:
         if isinstance(given, TerrazzoCache):
@@ -259,6 +278,19 @@ class Causal:
     def new_cache(self, sequences: int, tokens: int) -> KVCache:
         """See `Body.new_cache`."""
         return self.model.new_cache(sequences, tokens)
+
+    def generate(self, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """transformers' generate, for prompts that are padded on the left.
+
+        Raises:
+            ArgumentError: an attention_mask whose last column is padding: the next token would follow that.
+        """
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.numel() and not bool(mask[:, -1].all()):
+            remedy = "pass padding_side='left' to the tokenizer; terrazzo.generate needs no padding"
+            seen = f"0 in the last column of row {int(mask[:, -1].bool().logical_not().nonzero()[0])}"
+            raise ArgumentError("attention_mask", seen, "pads on the right, where the next token comes", remedy)
+        return super().generate(inputs, *args, **kwargs)
 
     def save_pretrained(self, save_directory: str | Path, max_shard_size: str = "5GB", **kwargs: Any) -> None:
         """Write packed weights as they are, config and generation config: a folder that `terrazzo.load` reads.

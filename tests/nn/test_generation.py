@@ -116,7 +116,17 @@ def test_bad_calls_name_the_argument(model, given, named):
 
 
 @pytest.mark.parametrize(
-    "given", [dict(temperature=-1), dict(top_k=-1), dict(top_p=0), dict(top_p=1.5), dict(top_k="a")]
+    "given",
+    [
+        dict(temperature=-1),
+        dict(top_k=-1),
+        dict(top_p=0),
+        dict(top_p=1.5),
+        dict(top_k="a"),
+        dict(seed=True),
+        dict(seed="1"),
+        dict(seed=1 << 64),
+    ],
 )
 def test_bad_sampling_names_the_argument(given):
     with pytest.raises(ArgumentError, match=next(iter(given))):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -14,6 +15,7 @@ from terrazzo.nn import generation
 from terrazzo.nn.text import Pieces
 from tiny_text import byte_tokenizer, write_folder
 
+ONES = torch.ones(1, 3)
 PROMPTS = ["Hi", "déjà vu \N{GRINNING FACE}"]
 
 
@@ -112,6 +114,7 @@ def test_a_chat_template_is_put_around_prompts(model, tokenizer):
     [
         (dict(prompts=[]), "prompts"), (dict(prompts=[[1, 2]]), "prompts"), (dict(prompts=3), "prompts"),
         (dict(prompts=""), "prompts"), (dict(prompts=b"x"), "prompts"), (dict(stream="yes"), "stream"),
+        (dict(prompts="\ud800"), "prompts"), (dict(temperature=1.0, seed=1.5), "seed"),
         (dict(prompts=["a", "b"], stream=True), "stream"), (dict(temperature=-1.0), "temperature"),
         (dict(max_new_tokens=0), "max_new_tokens"), (dict(tokenizer=3), "tokenizer"),
         (dict(load=dict(kv="int8")), "load"), (dict(model=3), "model"), (dict(model="nowhere"), "source"),
@@ -120,6 +123,30 @@ def test_a_chat_template_is_put_around_prompts(model, tokenizer):
 def test_bad_calls_name_the_argument(model, given, named):
     with pytest.raises(ArgumentError, match=f"^{named}"):
         terrazzo.generate(**{"model": model, "prompts": "Hi", **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({}, "input_ids = 'neither'"), (dict(input_ids=ONES.long(), inputs_embeds=ONES), "input_ids = 'both'"),
+        (dict(input_ids=ONES), "input_ids = 'torch.float32"), (dict(input_ids=ONES[0].long()), "input_ids"),
+        (dict(input_ids=ONES[:, :0].long()), "input_ids"), (dict(inputs_embeds=ONES), "inputs_embeds"),
+    ],
+)  # fmt: skip
+def test_a_forward_without_tokens_of_a_batch_names_the_argument(model, given, named):
+    with pytest.raises(ArgumentError, match=f"^{named}"):
+        model(**given)
+
+
+def test_prompts_padded_on_the_right_are_not_continued(model, tokenizer):
+    given = tokenizer(["Hi", "longer"], return_tensors="pt", padding=True, padding_side="right")
+    tokens, mask = given["input_ids"], given["attention_mask"]
+    with pytest.raises(ArgumentError, match="^attention_mask.*row 0.*padding_side='left'"):
+        model.generate(tokens, attention_mask=mask, max_new_tokens=2)
+    whole = model(tokens, attention_mask=mask).logits  # to score them is fine
+    assert torch.equal(whole[0, :2], model(tokens[:1, :2]).logits[0]) and torch.equal(
+        whole[1:], model(tokens[1:]).logits
+    )
 
 
 def test_a_model_without_a_folder_needs_a_tokenizer(folder, model, tokenizer):
