@@ -1,7 +1,7 @@
 """Grouped GEMMs (mixture of experts) beside torch's in bf16 and vLLM's experts, activations quantized beforehand.
 
-    python -m benchmarks.grouped                     W4A8 (int8, e4m3), W4A16, W4Ax, all layers; writes nothing unless
-                                                     --out is given
+    python -m benchmarks.grouped                     W4A8 (int8, e4m3), W4A16, W4Ax, all layers, and MXFP4 (bf16, e4m3),
+                                                     gpt-oss's; writes nothing unless --out is given
     python -m benchmarks.grouped --op w4ax --dense   with as many tokens for each expert, beside one weight of all their
                                                      rows and the tokens of one: the same bytes and products
     python -m benchmarks.grouped --op w4a8 --quick   the layer with a goal only
@@ -32,7 +32,10 @@ BESIDE = {
 """What rows time besides ours -> how it is said."""
 GOAL = 0.75
 """Share of the copy bandwidth on the layer with a goal (public figure on an H200: 48 us, 2.65 TB/s)."""
-GROUP = {"w4a8": 64, "w4a8_fp8": 128, "w4a16": 128, "w4ax": 128}
+GROUP = {"w4a8": 64, "w4a8_fp8": 128, "w4a16": 128, "w4ax": 128, "mxfp4": 32, "mxfp4_fp8": 32}
+WEIGHT_ONLY = ("w4a16", "mxfp4")
+ON_E4M3 = {"w4a8_fp8": "e4m3", "mxfp4_fp8": "e2m1"}
+"""Operators on e4m3 activations -> how their codes are asked for."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,13 @@ LAYERS = (
     Layer("Qwen3-30B-A3B gate_up", 128, 1536, 2048, (1, 16, 64, 256, 1024, 4096), 8),
     Layer("Qwen3-30B-A3B down", 128, 2048, 768, (1, 16, 64, 256, 1024, 4096), 8),
 )
+GPT_OSS = (
+    GOAL_LAYER,
+    Layer("gpt-oss-20b gate_up", 32, 5760, 2880, (1, 16, 64, 256, 1024, 4096), 4),
+    Layer("gpt-oss-20b down", 32, 2880, 2880, (1, 16, 64, 256, 1024, 4096), 4),
+)
+LAYERS_OF = {"mxfp4": GPT_OSS, "mxfp4_fp8": GPT_OSS}
+"""Operator -> its layers, if not LAYERS."""
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -72,16 +82,16 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.packed_for and options.op != "w4a16":
         parser.error("--packed-for needs --op w4a16")
-    if options.dense and options.op in (None, "w4a16"):
-        parser.error("--dense needs --op w4ax, w4a8 or w4a8_fp8, whose experts lie as one weight does")
+    if options.dense and options.op in (None, *WEIGHT_ONLY):
+        parser.error("--dense needs --op w4ax, w4a8, w4a8_fp8 or mxfp4_fp8, whose experts lie as one weight does")
     return options
 
 
 def operator_of(op: str) -> Any:
     """The module that has `grouped_gemm`, `GroupedWeight` and, of W4A8, `quantize_activations`."""
-    from terrazzo.ops import w4a8, w4a16, w4ax
+    from terrazzo import ops
 
-    return w4a8.fp8 if op == "w4a8_fp8" else {"w4a8": w4a8, "w4a16": w4a16, "w4ax": w4ax}[op]
+    return ops.w4a8.fp8 if op == "w4a8_fp8" else getattr(ops, op)
 
 
 def counts_of(layer: Layer, tokens: int) -> Any:
@@ -97,7 +107,7 @@ def counts_of(layer: Layer, tokens: int) -> Any:
 
 def requests_of(op: str, layer: Layer, packed_for: str | None = None, dense: bool = False) -> list[Any]:
     """The kernels of a layer: the grouped ones, and those of the comparison."""
-    from terrazzo.ops import w4a8, w4a16, w4ax
+    from terrazzo.ops import mxfp4, w4a8, w4a16, w4ax
 
     rows = [int(counts_of(layer, t).sum()) for t in layer.tokens]
     each = sorted({int(c) for t in layer.tokens for c in counts_of(layer, t)} - {0})
@@ -110,8 +120,10 @@ def requests_of(op: str, layer: Layer, packed_for: str | None = None, dense: boo
         facts = dict(dtype="bfloat16", target="sm_90a")
         found = w4ax.grouped_requests(layer.n, layer.k, layer.experts, m=rows, **facts)
         return [*found, *(w4ax.kernel_requests(joined, layer.k, m=each, **facts) if dense else [])]
-    if op == "w4a8_fp8":
-        facts = dict(group_size=GROUP[op], out_dtype="bfloat16", dequantization="e4m3")
+    if op == "mxfp4":
+        return mxfp4.grouped_requests(layer.n, layer.k, layer.experts, m=rows)
+    if op in ON_E4M3:
+        facts = dict(group_size=GROUP[op], out_dtype="bfloat16", dequantization=ON_E4M3[op])
         own = w4a8.grouped_requests(layer.n, layer.k, layer.experts, m=rows, **facts)
         facts |= dict(m=each, dtype=None, target="sm_90a")
         return [*own, *(w4a8.kernel_requests(joined, layer.k, **facts) if dense else [])]
@@ -142,6 +154,9 @@ def experts_of(op: str, layer: Layer, packed_for: str | None = None) -> Any:
     random = torch.Generator("cuda").manual_seed(7)
     if op == "w4ax":
         packed = w4ax_bench.random_weight(layer.n, layer.k, 0.25, random, "two_level").pack()
+    elif op in ("mxfp4", "mxfp4_fp8"):
+        weight = w4a8_bench.random_mxfp4_weight(layer.n, layer.k, random)
+        packed = operator_of(op).pack(weight.codes, weight.scales)
     elif op != "w4a16":
         made = w4a8_bench.random_weight if op == "w4a8" else w4a8_bench.random_fp8_weight
         packed = made(layer.n, layer.k, GROUP[op], random).pack()
@@ -162,9 +177,9 @@ def measure_row(op: str, layer: Layer, tokens: int, stacked: Any, options: argpa
     offsets = offsets.int().cuda()
     x = torch.randn(m, layer.k, device="cuda", dtype=torch.bfloat16)
     needs_weight = (stacked.stacked,) if op == "w4ax" else ()
-    given = x if op == "w4a16" else family.quantize_activations(x, *needs_weight)
+    given = x if op in WEIGHT_ONLY else family.quantize_activations(x, *needs_weight)
     out = torch.empty(m, layer.n, device="cuda", dtype=torch.bfloat16)
-    more = {} if op == "w4a16" else dict(out_dtype=torch.bfloat16)
+    more = {} if op in WEIGHT_ONLY else dict(out_dtype=torch.bfloat16)
     active = int((counts > 0).sum())
     row = {
         "op": op,
@@ -275,8 +290,9 @@ def _wrong(op: str, x: Any, stacked: Any, starts: list[int], y: Any) -> str | No
     import torch
     from terrazzo.ops import w4a8
     from terrazzo.ops.w4a8 import fp8_reference
-    from terrazzo.ops.w4a16 import reference
+    from terrazzo.ops.w4a16 import reference as integers
     from terrazzo.ops.w4ax import reference as blocks
+    from terrazzo.ops.weight_only import reference as floats
 
     used = [e for e in range(len(starts) - 1) if starts[e] < starts[e + 1]]
     for e in used if op == "w4a8" else {used[0], used[-1]}:
@@ -289,7 +305,8 @@ def _wrong(op: str, x: Any, stacked: Any, starts: list[int], y: Any) -> str | No
                 return f"expert {e}: other bits than its gemm"
             continue
         rows = slice(starts[e], min(starts[e + 1], starts[e] + 16))
-        if op == "w4a16":
+        if op in WEIGHT_ONLY:
+            reference = integers if op == "w4a16" else floats
             ref = reference.gemm(x[rows], stacked[e], "exact")
             bound = reference.forward_error_bound(x[rows], stacked[e], "exact")
         elif op == "w4ax":
@@ -312,17 +329,18 @@ def main(argv: list[str] | None = None) -> int:
     from benchmarks.gemm import compiling
 
     options = arguments(argv)
-    ops, layers = ((options.op,) if options.op else tuple(GROUP)), (LAYERS[:1] if options.quick else LAYERS)
-    layers = (GOAL_LAYER, EVEN_LAYER) if options.dense else layers
+    ops = (options.op,) if options.op else tuple(GROUP)
+    even = (GOAL_LAYER, EVEN_LAYER) if options.dense else None
+    layers = {op: even or LAYERS_OF.get(op, LAYERS)[: 1 if options.quick else None] for op in ops}
     options.target = Target.detect()
     how = (options.packed_for, options.dense)
-    compiling(options)([request for op in ops for layer in layers for request in requests_of(op, layer, *how)])
+    compiling(options)([request for op in ops for layer in layers[op] for request in requests_of(op, layer, *how)])
     result = gemm_bench.header(options.target, options.commit)
     result["copy_gb_s"] = options.copy_gb_s = round(measure.copy_bandwidth(), 1)
     result["rows"] = []
     print(f"{options.target.name}: {options.copy_gb_s:.0f} GB/s copied")
     for op in ops:
-        for layer in layers:
+        for layer in layers[op]:
             stacked = experts_of(op, layer, options.packed_for)
             for tokens in layer.tokens:
                 row = measure_row(op, layer, tokens, stacked, options)

@@ -364,6 +364,32 @@ def test_experts_of_a_peer_are_held_against_their_own_operands():
     assert peer.wrong(y, x, starts, stack) == "1 elements of y are NaN"
 
 
+def test_mxfp4_experts_of_a_peer_mean_what_ours_do():
+    import torch
+    from terrazzo.ops import mxfp4
+
+    from benchmarks.grouped_peers import Mxfp4Stack, wrong
+
+    random = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (2, 64, 32), generator=random, dtype=torch.uint8)
+    stack = Mxfp4Stack(codes, torch.randint(116, 122, (2, 64, 2), generator=random, dtype=torch.uint8))
+    ours = mxfp4.from_gpt_oss(codes.view(2, 64, 2, 16), stack.exponents)
+    assert all(torch.equal(stack.rows(e), ours[e].dequantize()) for e in range(2))
+    x = torch.randn(5, 64, generator=random).bfloat16()
+    y = torch.cat([x[:2].double() @ stack.rows(0).T, x[2:].double() @ stack.rows(1).T]).bfloat16()
+    assert wrong(y, x, [0, 2, 5], stack) == "" and wrong(y, x, [0, 1, 5], stack).startswith("expert ")
+
+
+def test_benchmarks_of_experts_name_the_kernels_of_each_operator():
+    from benchmarks import grouped
+
+    for op in grouped.GROUP:
+        layer = grouped.LAYERS_OF.get(op, grouped.LAYERS)[0]
+        assert grouped.requests_of(op, layer) and hasattr(grouped.operator_of(op), "grouped_gemm")
+        if op not in grouped.WEIGHT_ONLY:
+            assert len(grouped.requests_of(op, layer, dense=True)) > len(grouped.requests_of(op, layer))
+
+
 def test_attention_that_is_off_is_refused():
     import torch
 

@@ -6,6 +6,7 @@ import importlib
 import json
 
 import pytest
+from terrazzo import ops
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import CAPABILITIES, Target
 from terrazzo.ops import registry
@@ -37,6 +38,13 @@ def test_rows_are_plain_and_complete():
 def test_an_entry_names_what_exists(entry):
     module, _, name = entry.source.rpartition(".")
     assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_every_operator_is_a_public_name_of_ops():
+    """As documents write it: terrazzo.ops.mxfp4_fp8.quantize."""
+    operators = {entry.operator for entry in registry.REGISTRY}
+    assert operators <= set(ops.__all__)
+    assert all(getattr(ops, name).__name__ == f"terrazzo.ops.{name}" for name in ops.__all__)
 
 
 def test_w4a16_entries_agree_with_the_code():
