@@ -171,10 +171,16 @@ class GroupedWeight(Sharded):
         Args:
             x: float [M, K]. offsets: int32 [E + 1]. bias: float [E, N], or None.
             product: called with rows of x, an expert's weight and its bias [N] or None.
+
+        Raises:
+            ArgumentError: offsets that do not ascend within 0..M.
         """
         import torch
 
         bounds = offsets.tolist()
+        if not all(low <= high for low, high in pairwise([0, *bounds, len(x)])):
+            constraint = f"must ascend from 0 or more to at most the {len(x)} rows of x"
+            raise ArgumentError("expert_offsets", bounds[:9], constraint, "use moe.sort_by_expert")
         parts = [
             product(x[low:high], self[e], None if bias is None else bias[e])
             for e, (low, high) in enumerate(pairwise(bounds))
@@ -281,6 +287,13 @@ def check_call(
         check_bias(bias, len(w), w.n, None, device)
     if out is not None:
         launching.check_out(out, (shape[0], w.n), out_dtype, device)
+        check_apart(out, expert_offsets=expert_offsets, bias=bias)
+
+
+def check_apart(out: torch.Tensor | None, **read: torch.Tensor | None) -> None:
+    """Raise ArgumentError if the kernel itself writes to `out` (see `written_to`), and reads some of it."""
+    if out is not None and not out.data_ptr() % 16:
+        launching.check_apart(out, "out", **read)
 
 
 def written_to(y: torch.Tensor) -> torch.Tensor:

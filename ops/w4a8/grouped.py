@@ -174,8 +174,7 @@ def multiply(
 
     experts, m, n, s, q = len(w), x.q.shape[0], w.n, w.stacked, x.q
     dequantization = op.dequantization_of(s, dequantization)
-    if out is not None and not out.data_ptr() % 16:
-        launching.check_apart(out, "out", x=x.q)
+    grouped.check_apart(out, x=x.q, scales=x.scales)
     stream = launching.current_stream(x.q)
     no_bias = bias is None and (s.bias is None or out_dtype == torch.int32)
     key = (experts, n, w.k, s.group_size, s.target, m, x.device, stream, out_dtype, dequantization, no_bias)

@@ -149,6 +149,7 @@ def check(
         grouped.check_bias(bias, len(w), w.n, None, device)
     if out is not None:
         launching.check_out(out, (shape[0], w.n), out_dtype, device)
+        grouped.check_apart(out, expert_offsets=expert_offsets, bias=bias)
 
 
 def check_out_dtype(out_dtype: torch.dtype) -> None:
@@ -173,8 +174,7 @@ def multiply(
     import torch
 
     s, m = w.stacked, x.shape[0]
-    if out is not None and not out.data_ptr() % 16:
-        launching.check_apart(out, "out", x=x.q8)
+    grouped.check_apart(out, x=x.q8, scales=x.scales)
     stream = launching.current_stream(x.q8)
     no_bias = bias is None and s.bias is None
     key = (len(w), w.n, w.k, s.blocks8, s.two_level, s.target, m, x.device, stream, out_dtype, no_bias)

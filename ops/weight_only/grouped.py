@@ -161,8 +161,7 @@ def run(
     read = not w.k % 8 and x.is_contiguous() and not x.data_ptr() % 16  # else a copy of it
     if out is not None:
         launching.check_out(out, (m, n), x.dtype, x.device)
-        if read and not out.data_ptr() % 16:
-            launching.check_apart(out, "out", x=x)
+        grouped.check_apart(out, x=x if read else None, expert_offsets=expert_offsets, bias=bias)
     if not x.is_cuda or x.device != w.device:
         raise launching.elsewhere(x, w.device)
     if bias is None and s.bias is not None:

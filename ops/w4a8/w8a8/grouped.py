@@ -144,8 +144,7 @@ def multiply(
 
     s, m, zeros = w.stacked, x.q.shape[0], getattr(x, "zeros", None)
     op.check_activations(x, s)
-    if out is not None and not out.data_ptr() % 16:
-        launching.check_apart(out, "out", x=x.q)
+    grouped.check_apart(out, x=x.q, scales=x.scales)
     no_bias = bias is None and (s.bias is None or out_dtype == torch.int32)
     stream = launching.current_stream(x.q)
     numerics = op.numerics_of(s.codes, s.block, zeros is not None, accumulate)
