@@ -3,9 +3,10 @@
     python -m benchmarks.w8a8                        three layers of LLaMA-3-8B; writes results/w8a8_<gpu>.json
     python -m benchmarks.w8a8 --m 1,64 --out result.json --formats int8,fp8 --tiles 6
 
-A row is one format at one M. `peers` are torch._int_mm (no scales applied), torch._scaled_mm by tensor and by row, and
-cuBLAS bf16; all ran in the same turns. `variants` are `with_quantizer` and, with --tiles, the cheapest other tiles.
-Every output of ours is compared with a float64 product of the same operands before its time counts.
+A row is one format at one M. `peers` are torch._int_mm (no scales applied), torch._scaled_mm by tensor and by row,
+cuBLAS bf16 and, with fp8_block, the products of block_peers.py; all ran in the same turns. `variants` are
+`with_quantizer` and, with --tiles, the cheapest other tiles. Every output of ours, and of products with blocks, is
+compared with a float64 product of the same operands before its time counts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks import block_peers, report
 
 SHAPES = ((6144, 4096), (28672, 4096), (4096, 14336))
 """(N, K) of LLaMA-3-8B: q, k, v; gate and up; down."""
@@ -83,15 +84,16 @@ def plans_of(name: str, n: int, k: int, m: int, target: Any, tiles: tuple = ((0,
     facts = dict(numerics=numerics, out_dtype="bfloat16", bias=False, target=target)
     space = linear_spaces.of(op.problem(n, k, numerics, "bfloat16"))
     found = {"chosen": op.plan(m, n, k, **facts)}
-    legal = [s for p, s in space.every(target, m) if p == "stream_k" and not space.refusal(p, s, target, m)]
+    legal = [(p, s) for p, s in space.every(target, m) if p != "multistage" and not space.refusal(p, s, target, m)]
     best: dict[tuple, list] = {}
-    for s in sorted(legal, key=lambda s: space.cost("stream_k", s, target, m)):
-        best.setdefault((*s.tile, s.cluster), []).append(s)
+    for p, s in sorted(legal, key=lambda it: space.cost(*it, target, m)):
+        best.setdefault((*s.tile, s.cluster, p), []).append(s)
     wanted = list(best)[: tiles[0][0]] if len(tiles[0]) == 1 else [it for it in best if it[:3] in tiles]
-    for s in (s for tile in wanted for s in best[tile] if s.raster in RASTERS):
+    for p, s in ((tile[-1], s) for tile in wanted for s in best[tile] if s.raster in RASTERS):
         plan = op.plan(m, n, k, **facts, schedule=s)
         if plan != found["chosen"]:
-            found[f"tile_{s.block_tokens}x{s.warpgroups}x{s.row_blocks}_c{s.cluster}_r{s.raster}"] = plan
+            name = {"stream_k": "tile", "direct_tokens": "tokens"}[p]
+            found[f"{name}_{s.block_tokens}x{s.warpgroups}x{s.row_blocks}_c{s.cluster}_r{s.raster}"] = plan
     return found
 
 
@@ -149,6 +151,10 @@ class Layer:
         e4m3 = w8a8.quantize_weight(dense, codes="e4m3")
         self.e4m3, self.row_scales = several(e4m3.codes), e4m3.scales
         self.one = torch.tensor(1e-4, device="cuda")
+        self.blocks: list[block_peers.Blocks] = []
+        if "fp8_block" in options.formats:
+            blocks = block_peers.Blocks.of(w8a8.quantize_weight(dense, **FORMATS["fp8_block"]))
+            self.blocks = [dataclasses.replace(blocks, codes=codes) for codes in several(blocks.codes)]
 
     def peers(self, x: Any) -> dict[str, list[Any]]:
         """Calls of torch on the same x, quantized outside of the clock."""
@@ -167,6 +173,24 @@ class Layer:
         by_row = (e.scales[:, None].contiguous(), self.row_scales[None].contiguous())
         made["torch_fp8_rows"] = [lambda w=w: mm(w, *by_row) for w in self.e4m3]
         return made
+
+    def block_peers(self, x: Any, failures: dict[str, str]) -> dict[str, list[Any]]:
+        """Name -> calls of other products with blocks, checked first; what one raises is its failure."""
+        from terrazzo.ops import w8a8
+
+        found = {}
+        quantized = w8a8.quantize_activations(x, self.packed["fp8_block"][0])
+        for peer in (peer for peer in block_peers.PEERS if not peer.missing()):
+            try:
+                calls = peer.calls(quantized, self.blocks)
+                failure = block_peers.wrong(calls[0](), quantized, self.blocks[0])
+            except Exception as error:  # they refuse sizes in many ways
+                failure = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+            if failure:
+                failures[peer.name] = failure
+            else:
+                found[peer.name] = calls
+        return found
 
     def wrong(self, name: str, m: int, quantized: Any, y: Any) -> str:
         """Why an output is wrong, or ""."""
@@ -238,7 +262,9 @@ class Layer:
         x = torch.randn(m, self.k, generator=self.random, device="cuda", dtype=torch.bfloat16)
         failures: dict[str, str] = {}
         candidates = self.peers(x)
-        peers = tuple(candidates)
+        if self.blocks:
+            candidates |= self.block_peers(x, failures)
+        peers, refused = tuple(candidates), dict(failures)
         for name in self.options.formats:
             candidates |= self.candidates(name, x, failures)
         times = measure.time_in_turn(candidates, self.options.budget_ms)
@@ -255,6 +281,7 @@ class Layer:
             }  # fmt: skip
             broken = {key: why for key, why in failures.items() if key.startswith(f"{name} ")}
             row |= {"variants_failed": broken} if broken else {}
+            row |= {"peers_failed": refused} if refused and name == "fp8_block" else {}
             if failures[name]:
                 row |= {"us": None, "failure": failures[name]}
             found.append(row)
@@ -282,6 +309,7 @@ def show(row: dict[str, Any]) -> None:
     said = "  ".join(f"{name} {peer / us:.2f}x" for name, peer in peers.items()) if us else row["failure"]
     place = f"({row['n']:5}, {row['k']:5}) M {row['m']:5} {row['format']:15}"
     more = "  ".join(f"{name} {value:.2f}" for name, value in row["variants"].items())
+    more += "".join(f"  {name}: {why}" for name, why in row.get("peers_failed", {}).items())
     print(f"{place} {us or 0:9.2f} us {row['tflops']:7.1f}  {said}  [{row['schedule']}] {more}", flush=True)
 
 
@@ -299,6 +327,8 @@ def run(options: argparse.Namespace) -> int:
     from terrazzo.autotune import gemm_bench
 
     result = gemm_bench.header(target, options.commit) | {"rows": []}
+    if "fp8_block" in options.formats:
+        result["peers_missing"] = {peer.name: peer.missing() for peer in block_peers.PEERS if peer.missing()}
     out = options.out or report.RESULTS / report.file_name("w8a8", result["gpu"])
     for n, k in options.shapes:
         layer = Layer(n, k, options, target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -388,6 +389,32 @@ def test_benchmarks_of_experts_name_the_kernels_of_each_operator():
         assert grouped.requests_of(op, layer) and hasattr(grouped.operator_of(op), "grouped_gemm")
         if op not in grouped.WEIGHT_ONLY:
             assert len(grouped.requests_of(op, layer, dense=True)) > len(grouped.requests_of(op, layer))
+
+
+def test_outputs_of_products_with_blocks_are_held_against_the_scales_that_they_read():
+    import torch
+    from terrazzo.ops import quantized, w8a8
+
+    from benchmarks import block_peers
+
+    random = torch.Generator().manual_seed(0)
+    dense = (
+        torch.randn(200, 384, generator=random)
+        * torch.randn(2, 3, generator=random).exp().repeat_interleave(128, 0).repeat_interleave(128, 1)[:200]
+    )
+    weight = w8a8.quantize_weight(dense, codes="e4m3", granularity="block")
+    blocks = block_peers.Blocks.of(weight)
+    assert blocks.scales.shape == (2, 3)
+    assert torch.equal(blocks.rows(torch.arange(200)), weight.dequantize())
+    x = quantized.encode(torch.randn(21, 384, generator=random), None, (21, 384), "e4m3_block128", True)
+    y = (x.dequantize().double() @ blocks.rows(torch.arange(200)).T).bfloat16()
+    assert block_peers.wrong(y, x, blocks) == ""
+    turned = dataclasses.replace(blocks, scales=blocks.scales.roll(1, 1))
+    for off in (x.dequantize().double() @ turned.rows(torch.arange(200)).T, y * float("nan")):
+        assert block_peers.wrong(off.bfloat16(), x, blocks).startswith("off by")
+    names = [peer.name for peer in block_peers.PEERS]
+    assert len(set(names)) == len(names)
+    assert all("vllm" in peer.missing() for peer in block_peers.PEERS[2:] if "vllm" not in sys.modules)
 
 
 def test_attention_that_is_off_is_refused():
