@@ -123,6 +123,7 @@ def _of_bytes(
     own = module._facts
     form = {name: own[name] for name in ("codes", "block")} | dict(zeros=own["asymmetric"] or own["input_zero"] != 0)
     before = dict(static=own["input_scale"] is not None, smooth="smooth" in own["tensors"])
+    before["ue8m0"] = own["ue8m0"]
     n, k, facts = own["n"], own["k"], dict(target=target, bias=module.bias is not None)
     experts = own.get("experts")
     if not experts:

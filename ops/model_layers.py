@@ -66,7 +66,8 @@ class Linear:
         n, k, group_size: of the weight, as PackedWeight has them.
         symmetric, scale_dtype: of weight-only formats, False and "" of others.
         bias: whether it has one. experts: how many stand in one launch, 0 for a layer of its own.
-        static, zeros: of W8A8, whether its activations have one scale for all, and zero points.
+        static, zeros, ue8m0: of W8A8, whether its activations have one scale for all, zero points, and scales that are
+            powers of two.
         block: whether scales of W8A8 are those of 128 x 128 blocks; groups below K say it too.
     """
 
@@ -82,6 +83,7 @@ class Linear:
     static: bool = False
     zeros: bool = False
     block: bool = False
+    ue8m0: bool = False
 
 
 @dataclass
@@ -178,7 +180,7 @@ class _Sampled(Checkpoint):
         weight = loaders.read(family, self, prefix, "cpu", **options)
         if isinstance(weight, w8a8.QuantizedWeight):
             own = dict(static=weight.input_scale is not None, block=weight.block)
-            own |= dict(zeros=weight.asymmetric or weight.input_zero != 0)
+            own |= dict(zeros=weight.asymmetric or weight.input_zero != 0, ue8m0=weight.ue8m0)
             operator = "w8a8" if weight.form == "int8" else "w8a8_fp8"
             bias = weight.bias is not None
             return Linear(operator, "", weight.n, weight.k, weight.group_size, False, "", bias, **own)
@@ -243,6 +245,7 @@ def of_architecture(
     scale_dtype: str = "float16",
     static: bool = False,
     zeros: bool = False,
+    ue8m0: bool = False,
 ) -> Layers:
     """The linear layers of an architecture whose weights are quantized one way; group_size 0 is K.
 
@@ -253,7 +256,7 @@ def of_architecture(
         group = layer.k if not group_size else min(group_size, layer.k)
         leaf = layer.name.rpartition(".")[2]
         own = (symmetric, scale_dtype, layer.bias)
-        kind = Linear(operator, leaf, layer.n, layer.k, group, *own, static=static, zeros=zeros)
+        kind = Linear(operator, leaf, layer.n, layer.k, group, *own, static=static, zeros=zeros, ue8m0=ue8m0)
         prefix = {"o_proj": "attn", "q_proj": "attn", "k_proj": "attn", "v_proj": "attn"}.get(leaf, "mlp")
         if layer.count == 1:
             found.add(f"{prefix}.{layer.name}", kind)
@@ -308,7 +311,8 @@ def joined(found: Layers, parts: bool = True) -> Layers:
 
 def _alike(part: Linear) -> tuple[object, ...]:
     """What layers that are joined have in common."""
-    return part.operator, part.k, part.group_size, part.scale_dtype, part.static, part.zeros, part.block
+    inputs = part.static, part.zeros, part.ue8m0
+    return part.operator, part.k, part.group_size, part.scale_dtype, part.block, *inputs
 
 
 def _beside(leaf: str, parts: list[Linear]) -> Linear:

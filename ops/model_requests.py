@@ -103,7 +103,7 @@ class Weights:
     Attributes:
         group_size: 0 is K. scale_dtype, dtype: None follow the model.
         operator: of OPERATORS; of stored weights, None is what the checkpoint means.
-        static, zeros: of W8A8, as `Linear` has them.
+        static, zeros, ue8m0: of W8A8, as `Linear` has them.
     """
 
     group_size: int = 128
@@ -113,11 +113,12 @@ class Weights:
     operator: str | None = None
     static: bool = False
     zeros: bool = False
+    ue8m0: bool = False
 
     def layers(self, architecture: Architecture, dtype: str) -> Layers:
         """The linear layers of an architecture in this form."""
         facts = dict(group_size=self.group_size, symmetric=self.symmetric, scale_dtype=self.scale_dtype or dtype)
-        facts |= dict(static=self.static, zeros=self.zeros)
+        facts |= dict(static=self.static, zeros=self.zeros, ue8m0=self.ue8m0)
         return of_architecture(architecture, operator=self.operator or "w4a16", **facts)
 
 
@@ -212,7 +213,7 @@ def _stated(config: Config, weights: Weights, target: Target | None) -> Weights:
         operator = "w8a8"
     if operator in _W8A8:
         operator, inputs = ("w8a8_fp8", layer.inputs or "") if floats else ("w8a8", layer.activations or "")
-    forms = dict(static="static" in inputs, zeros="asymmetric" in inputs)
+    forms = dict(static="static" in inputs, zeros="asymmetric" in inputs, ue8m0="ue8m0" in inputs)
     return replace(weights, group_size=size, symmetric=symmetric, operator=operator, **forms)
 
 
@@ -289,7 +290,7 @@ _QUANTS = {"w4a8": "int8", "w4a8_fp8": "e4m3", "mxfp4_fp8": "e4m3", "w8a8": "int
 
 def _quant(kind: Linear) -> dict[str, Any]:
     """What norms and gates are asked for: 16 bits where a layer quantizes them itself."""
-    if kind.static or kind.zeros:
+    if kind.static or kind.zeros or kind.ue8m0:
         return dict(quant=None)
     if kind.operator in _W8A8 and _form_of_bytes(kind)["block"]:
         return dict(quant="e4m3_block128", column_scales=True)
@@ -333,7 +334,7 @@ def _of_layer(kind: Linear, serving: Serving) -> list[KernelRequest]:
         numerics = w8a8_op.numerics_of(**form, zeros=kind.zeros, accumulate="auto")
         known = records.tokens(w8a8_op.OPERATORS[numerics], w8a8_op.tuning_facts(n, k, dtype, numerics), at)
         facts = dict(m=serving.tokens(launching.ALL_TOKENS, known), dtype=dtype, target=at, bias=kind.bias)
-        facts |= dict(static=kind.static, zeros=kind.zeros)
+        facts |= dict(static=kind.static, zeros=kind.zeros, ue8m0=kind.ue8m0)
         return [
             it for smooth in _smooth(serving) for it in w8a8_op.kernel_requests(n, k, **form, **facts, smooth=smooth)
         ]
@@ -385,7 +386,7 @@ def _of_experts(kind: Linear, top_k: int, serving: Serving) -> list[KernelReques
     if kind.operator in _W8A8:
         form = _form_of_bytes(kind)
         own = dict(m=_rows_of(kind, top_k, serving), dtype=serving.dtype, target=serving.target)
-        own |= form | dict(static=kind.static, zeros=kind.zeros)
+        own |= form | dict(static=kind.static, zeros=kind.zeros, ue8m0=kind.ue8m0)
         before = [w8a8_op.quantizers(kind.k, **own, smooth=smooth) for smooth in _smooth(serving)]
         facts |= form | dict(zeros=kind.zeros, out_dtype=serving.dtype)
         found = w8a8_grouped.grouped_requests(kind.n, kind.k, kind.experts, **facts)

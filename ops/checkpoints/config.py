@@ -82,8 +82,8 @@ class LayerConfig:
         activations: what x is quantized to, dynamically and for each token: "int8", "e4m3"; "" for 16 bits; None. Of
             weights in small floats "": their kernels multiply 16-bit x, whatever is stated. Of int8 weights also
             "int8 static", "int8 asymmetric" and "int8 static asymmetric".
-        inputs: the same of fp8 weights, which W8A8 obeys: "e4m3", "e4m3 static", "" or None. It refuses "e4m3 bounded",
-            by `activation_scale_ub`, "e4m3 ue8m0", whose scales are rounded up to powers of two, and "other", all else.
+        inputs: the same of fp8 weights, which W8A8 obeys: "e4m3", "e4m3 static", "e4m3 ue8m0", whose scales are rounded
+            up to powers of two, "" or None. It refuses "e4m3 bounded", by `activation_scale_ub`, and "other", all else.
         skip: why the layer cannot be read as its tensors say, or why the config leaves it out, else "".
         excluded: `skip` says that the config leaves the layer out of quantization.
     """

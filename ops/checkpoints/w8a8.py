@@ -39,8 +39,8 @@ def fp8_arguments(tensors: dict[str, torch.Tensor], config: LayerConfig) -> dict
 
     Raises:
         ArgumentError: codes of another type, a static scale that is announced and not there, a bound of the scales of
-            activations (fbgemm's `activation_scale_ub`), such as are powers of two (`scale_fmt` "ue8m0"), or others
-            that no kernel makes.
+            activations (fbgemm's `activation_scale_ub`), such as are powers of two beside scales of rows (`scale_fmt`
+            "ue8m0"), or others that no kernel makes.
     """
     import torch
 
@@ -48,12 +48,6 @@ def fp8_arguments(tensors: dict[str, torch.Tensor], config: LayerConfig) -> dict
         constraint = "bounds the scales of activations, and no kernel of W8A8 does"
         remedy = "load it with terrazzo.ops.fp8, which multiplies 16-bit activations"
         raise ArgumentError("activation_scale_ub", "a number", constraint, remedy)
-    if config.inputs == "e4m3 ue8m0":
-        constraint = "rounds the scales of activations up to powers of two, and no quantizer of W8A8 does"
-        remedy = (
-            "load it with terrazzo.ops.fp8, which multiplies 16-bit activations; or take scale_fmt out of config.json"
-        )
-        raise ArgumentError("scale_fmt", "ue8m0", constraint, f"{remedy} for scales that are not rounded")
     if config.inputs == "other":
         constraint = "states activations that no kernel of W8A8 multiplies beside these weights"
         remedy = "load it with terrazzo.ops.fp8, which multiplies 16-bit activations"
@@ -65,7 +59,12 @@ def fp8_arguments(tensors: dict[str, torch.Tensor], config: LayerConfig) -> dict
     if weights.dtype_name(scales) == "float8_e8m0fnu":
         scales = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.view(torch.uint8).int() - 127)
     found = _static(tensors, config.inputs == "e4m3 static", config.inputs is None)
-    return dict(codes=codes, scales=scales, bias=tensors.get("bias")) | found
+    ue8m0 = config.inputs == "e4m3 ue8m0"
+    if ue8m0 and codes.shape[-1] > 128 and (scales.ndim < 2 or scales.shape[-1] == 1):
+        constraint = "rounds scales of blocks of 128, and this layer has none"
+        remedy = "load it with terrazzo.ops.fp8, which multiplies 16-bit activations"
+        raise ArgumentError("scale_fmt", "ue8m0", constraint, remedy)
+    return dict(codes=codes, scales=scales, bias=tensors.get("bias"), ue8m0=ue8m0) | found
 
 
 def _static(tensors: dict[str, torch.Tensor], announced: bool, unknown: bool) -> dict[str, Any]:

@@ -19,6 +19,8 @@ EVERY = (
     *(Spec(4096, 4096, form) for form in ("int8", "e4m3", "e4m3 blocks")),
     *(Spec(576, 7168, form, bias=True) for form in ("int8 static zero", "e4m3 static", "e4m3 blocks")),
     Spec(14336, 2048, "e4m3 blocks"),
+    Spec(257, 203, "e4m3 blocks ue8m0", bias=True, smooth=True),
+    Spec(64, 128, "e4m3 blocks ue8m0"),
     Spec(1, 16, "int8", bias=True),
 )
 SPECS = tuple(spec for spec in EVERY if spec.form in FORMS)

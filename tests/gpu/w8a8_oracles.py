@@ -30,6 +30,7 @@ FORMS = {
     "e4m3": dict(codes="e4m3"),
     "e4m3 static": dict(codes="e4m3", input_scale=0.02),
     "e4m3 blocks": dict(codes="e4m3", granularity="block"),
+    "e4m3 blocks ue8m0": dict(codes="e4m3", granularity="block", ue8m0=True),
 }
 
 

@@ -13,7 +13,7 @@ from terrazzo.ops.quantized import BlockQuantizedActivations, QuantizedActivatio
 from terrazzo.ops.w4a8 import activations
 from terrazzo.ops.w4a8.w8a8 import quantize_bytes as program
 from terrazzo.ops.w4a8.w8a8.format import PackedWeight, check_target
-from terrazzo.ops.w4a8.w8a8.reference import quantize_asymmetric, quantize_static
+from terrazzo.ops.w4a8.w8a8.reference import quantize_asymmetric, quantize_powers, quantize_static
 from terrazzo.schedules import rows
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ Activations = QuantizedActivations | BlockQuantizedActivations
 
 def form_of(w: PackedWeight) -> str:
     """Of the kernel that quantizes for a weight, one of `quantize_bytes.FORMS`; "" for that of W4A8."""
-    if w.block:
-        return "e4m3_block128"
+    if w.block or w.ue8m0:
+        return "e4m3_block128_ue8m0" if w.ue8m0 else "e4m3_block128"
     if w.input_scale is not None:
         return f"{w.codes}_static"
     return "int8_asymmetric" if w.asymmetric else ""
@@ -80,13 +80,14 @@ def run(x: torch.Tensor, w: PackedWeight) -> Activations:
     if not x.is_cuda:
         return on_cpu(x, w)
     m, k = x.numel() // w.k, w.k
-    made = quantized.allocate(x, tuple(x.shape), "e4m3_block128" if w.block else w.codes, w.block)
+    blocks = "_block128" in form
+    made = quantized.allocate(x, tuple(x.shape), "e4m3_block128" if blocks else w.codes, blocks)
     if w.codes == "int8":
         zeros = torch.empty(m, dtype=torch.int32, device=x.device)
         made = QuantizedActivations(made.q, made.scales, None, made.shape, zeros if has_zeros(w) else None)
     launching.check_tokens(m)
     if m == 0:
-        return made
+        return _of_scales(made, w)
     target, device = launching.targets(w.target, x.device)
     gain = None if w.smooth is None else row_calls.inverse_of(w.smooth)
     key = (m, k, dtype, form, gain is None, target.arch, x.device.index, row_calls.bucket(m, x.device.index))
@@ -116,10 +117,17 @@ def run(x: torch.Tensor, w: PackedWeight) -> Activations:
         float(w.input_zero),
     )
     launching.launch(_kernels, key, found, args)
-    return made
+    return _of_scales(made, w)
 
 
 _kernels: dict[tuple, tuple] = {}
+
+
+def _of_scales(made: Activations, w: PackedWeight) -> Activations:
+    """Activations with a scale for each token, where a block holds all of K."""
+    if w.block or not isinstance(made, BlockQuantizedActivations):
+        return made
+    return QuantizedActivations(made.q, made.scales.view(-1)[: len(made.q)], None, made.shape)
 
 
 def _reciprocal(scale: float) -> float:
@@ -136,8 +144,10 @@ def on_cpu(x: torch.Tensor, w: PackedWeight) -> Activations:
 
     shape, flat, rest = tuple(x.shape), x.reshape(-1, w.k), quantized.padded(w.k) - w.k
     widened = lambda q: torch.cat([q, q.new_zeros(len(q), rest)], 1) if rest else q
-    if w.block:
+    if w.block or w.ue8m0:
         values = flat.float() if w.smooth is None else flat.float() * (1 / w.smooth.float())
+        if w.ue8m0:
+            return _of_scales(quantize_powers(values, shape), w)
         return quantized.encode(values, None, shape, "e4m3_block128", True)
     if w.input_scale is not None:
         q = quantize_static(flat, w.input_scale, w.input_zero, w.codes, w.smooth)

@@ -46,6 +46,7 @@ class QuantizedWeight(weights.Canonical):
         asymmetric: whether activations have zero points, int8 without input_scale.
         smooth: float32 [K] | None; activations are divided by it before they are quantized.
         bias: [N] | None.
+        ue8m0: whether scales of activations are rounded up to powers of two, with blocks or K of at most 128.
     """
 
     codes: torch.Tensor
@@ -55,6 +56,7 @@ class QuantizedWeight(weights.Canonical):
     asymmetric: bool = False
     smooth: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+    ue8m0: bool = False
 
     @classmethod
     @dlpack.accepting
@@ -68,6 +70,7 @@ class QuantizedWeight(weights.Canonical):
         asymmetric: bool = False,
         smooth: SupportsDLPack | None = None,
         bias: SupportsDLPack | None = None,
+        ue8m0: bool = False,
     ) -> QuantizedWeight:
         """Check shapes, dtypes and values; see the attributes.
 
@@ -76,7 +79,7 @@ class QuantizedWeight(weights.Canonical):
             scales: float [] or [1] for all rows, [N] or [N, 1] for each, [ceil(N / 128), ceil(K / 128)] for blocks of
                 e4m3, or what the attribute says.
             input_scale: float or one element. input_zero: an integer -128..127, or one element.
-            smooth: positive float [K]. bias: float [N].
+            smooth: positive float [K]. bias: float [N]. ue8m0: see the attributes.
 
         Raises:
             ArgumentError: for anything that does not fit; e4m3 codes that are NaN; scales that are not finite, or
@@ -108,6 +111,7 @@ class QuantizedWeight(weights.Canonical):
         if scale is not None and scales.ndim == 2:
             constraint = "must be None: activations of blocks have a scale for each 128 k"
             raise ArgumentError("input_scale", scale, constraint, "leave it out")
+        _check_ue8m0(ue8m0, e4m3, scale, scales.ndim == 2, k)
         if smooth is not None:
             smooth = weights.as_tensor("smooth", smooth, codes.device)
             _check_vector("smooth", smooth, k)
@@ -117,7 +121,7 @@ class QuantizedWeight(weights.Canonical):
         if bias is not None:
             bias = weights.as_tensor("bias", bias, codes.device).contiguous()
             _check_vector("bias", bias, n)
-        return cls(codes.contiguous(), scales, scale, int(zero), asymmetric, smooth, bias)
+        return cls(codes.contiguous(), scales, scale, int(zero), asymmetric, smooth, bias, ue8m0)
 
     @property
     def form(self) -> str:
@@ -159,7 +163,7 @@ class PackedWeight(weights.Packed):
         n, k: true sizes.
         codes: "int8" or "e4m3". block: whether scales are those of blocks.
         layout: identity of the layout and the codes; a kernel built for another one refuses the weight.
-        input_scale, input_zero, asymmetric, smooth, bias: as of `QuantizedWeight`.
+        input_scale, input_zero, asymmetric, smooth, bias, ue8m0: as of `QuantizedWeight`.
         target: architecture it was packed for, None for any that multiplies such codes (one layout serves all).
     """
 
@@ -179,6 +183,7 @@ class PackedWeight(weights.Packed):
     smooth: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     target: str | None = None
+    ue8m0: bool = False
 
     @property
     def group_size(self) -> int:
@@ -204,7 +209,7 @@ class PackedWeight(weights.Packed):
             scales = self.scales.T.repeat_interleave(ROW_GROUP, 0)[: self.n].contiguous()
         else:
             scales = self.scales[0, : self.n].contiguous()
-        own = (self.input_scale, self.input_zero, self.asymmetric, self.smooth, self.bias)
+        own = (self.input_scale, self.input_zero, self.asymmetric, self.smooth, self.bias, self.ue8m0)
         return QuantizedWeight(codes, scales, *own)
 
     def dequantize(self) -> torch.Tensor:
@@ -221,6 +226,7 @@ class PackedWeight(weights.Packed):
         if self.codes not in CODES.values():
             raise ArgumentError("codes", self.codes, f"must be one of {tuple(CODES.values())}", "pack the weight again")
         _check_input_scale(_number("input_scale", self.input_scale))
+        _check_ue8m0(self.ue8m0, self.codes == "e4m3", self.input_scale, self.block, self.k)
 
     def check_values(self) -> None:
         """Raise ArgumentError for values that no weight has."""
@@ -304,6 +310,7 @@ def pack(weight: QuantizedWeight, *, target: Target | str | None = None) -> Pack
         smooth=weight.smooth,
         bias=weight.bias,
         target=arch,
+        ue8m0=weight.ue8m0,
     )
 
 
@@ -346,6 +353,15 @@ def _scales(scales: object, n: int, k: int, e4m3: bool, device: torch.device) ->
     return (scales if depth > 1 else scales[:, 0]).contiguous()  # a block that holds all of K is a scale for each row
 
 
+def _check_ue8m0(ue8m0: bool, e4m3: bool, input_scale: float | None, block: bool, k: int) -> None:
+    """Raise ArgumentError unless a quantizer rounds the scales of such activations to powers of two."""
+    if type(ue8m0) is not bool:
+        raise ArgumentError("ue8m0", ue8m0, "must be True or False", "leave it False")
+    if ue8m0 and (not e4m3 or input_scale is not None or not (block or k <= BLOCK)):
+        constraint = "rounds scales of 128 columns of dynamic e4m3 activations, which weights with blocks have"
+        raise ArgumentError("ue8m0", True, constraint, "leave it False, or pass the scales of blocks")
+
+
 def _check_input_scale(scale: float | None) -> None:
     """Raise ArgumentError unless kernels can divide by it: its float32 value and the reciprocal of that are finite."""
     import torch
@@ -381,5 +397,6 @@ def _check_vector(name: str, values: torch.Tensor, size: int) -> None:
 def _summary(weight: QuantizedWeight | PackedWeight, codes: str, block: bool) -> str:
     parts = [codes, *(["blocks"] if block else []), *(["static"] if weight.input_scale is not None else [])]
     parts += ["asymmetric"] if weight.asymmetric or weight.input_zero else []
+    parts += ["ue8m0"] if weight.ue8m0 else []
     parts += [name for name in ("smooth", "bias") if getattr(weight, name) is not None]
     return ", ".join(parts)

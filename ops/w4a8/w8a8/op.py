@@ -138,6 +138,7 @@ def kernel_requests(
     bias: bool = False,
     smooth: bool = False,
     static: bool = False,
+    ue8m0: bool = False,
 ) -> list[KernelRequest]:
     """The kernels that serve an [n, k] weight: for the given M, or for every M (None). Needs no GPU.
 
@@ -147,13 +148,14 @@ def kernel_requests(
         accumulate: see `gemm`.
         dtype: of the activations that are quantized, "float16" or "bfloat16"; None leaves their kernel out.
         out_dtype: "float16", "bfloat16", or "int32" of int8; None takes dtype.
-        bias, smooth: whether the weight has one. static: whether activations have one scale for all.
+        bias, smooth: whether the weight has one. static: whether activations have one scale for all. ue8m0: whether
+            their scales are powers of two.
 
     Raises:
         ArgumentError: a value that no kernel serves. TargetError: an unknown target.
     """
     launching.check_shape(n, k)
-    launching.check_flags(bias=bias, smooth=smooth, block=block, zeros=zeros, static=static)
+    launching.check_flags(bias=bias, smooth=smooth, block=block, zeros=zeros, static=static, ue8m0=ue8m0)
     if codes not in CODES.values():
         raise ArgumentError("codes", codes, f"must be one of {tuple(CODES.values())}", "use int8")
     check_flags(codes, block, zeros, static)
@@ -163,18 +165,28 @@ def kernel_requests(
     more = records.tokens(OPERATORS[numerics], tuning_facts(n, k, out, numerics), at) if m is None else ()
     tokens = (*launching.tokens_of(m), *more)
     plans = [plan(t, n, k, numerics=numerics, out_dtype=out, bias=bias, target=at) for t in tokens]
-    own = dict(codes=codes, block=block, zeros=zeros, static=static, smooth=smooth)
+    own = dict(codes=codes, block=block, zeros=zeros, static=static, smooth=smooth, ue8m0=ue8m0)
     before = [] if dtype is None else quantizers(k, m=tokens, dtype=dtype, target=at, **own)
     return list(dict.fromkeys([*launching.requests_of(plans), *before]))
 
 
 def quantizers(
     k: int, *, m: Sequence[int], dtype: str, target: Target, codes: str, block: bool, zeros: bool = False,
-    static: bool = False, smooth: bool = False,
+    static: bool = False, smooth: bool = False, ue8m0: bool = False,
 ) -> list[KernelRequest]:  # fmt: skip
     """What quantizes m tokens of k values for a weight; arguments as of `kernel_requests`."""
     facts = dict(dtype=dtype, gain=smooth, target=target)
-    form = "e4m3_block128" if block else f"{codes}_static" if static else "int8_asymmetric" if zeros else ""
+    form = (
+        "e4m3_block128_ue8m0"
+        if ue8m0
+        else "e4m3_block128"
+        if block
+        else f"{codes}_static"
+        if static
+        else "int8_asymmetric"
+        if zeros
+        else ""
+    )
     make = w8_activations.plan if form else w8_activations.dynamic
     own = {"form": form} if form else {"codes": codes}
     return list(dict.fromkeys(make(tokens, k, **own, **facts) for tokens in m))

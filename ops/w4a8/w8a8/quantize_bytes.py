@@ -7,13 +7,13 @@ values, so x is read once.
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.tiles import row_outputs
 from terrazzo.ops.tiles.primitives import prelude
-from terrazzo.ops.tiles.row_outputs import VECTOR
+from terrazzo.ops.tiles.row_outputs import BLOCK, VECTOR
 
 PASS_CONFIGS = (  # barriers are inside the primitives
     ("tl.disable_thread_storage_sync", True),
     ("tl.disable_warp_specialized", True),
 )
-FORMS = ("int8_static", "e4m3_static", "int8_asymmetric", "e4m3_block128")
+FORMS = ("int8_static", "e4m3_static", "int8_asymmetric", "e4m3_block128", "e4m3_block128_ue8m0")
 SOURCE = """\
 // the largest of 8 values and of 0 joins m[0], that of their negatives m[1]; NaN wins: bits of both order as integers
 __device__ __forceinline__ void tz_range8(void *m_, const void *v_) {
@@ -36,6 +36,11 @@ __device__ __forceinline__ void tz_affine8(void *q, const void *v_, float invers
   unsigned hi = __byte_perm(__byte_perm(b[4], b[5], 0x0040), __byte_perm(b[6], b[7], 0x0040), 0x5410);
   *(uint2 *)q = make_uint2(lo, hi);
 }
+// the least power of two that is not below a positive float, 2^-126 or more; infinity and NaN as they are
+__device__ __forceinline__ float tz_power_above(float v) {
+  unsigned bits = __float_as_uint(v);
+  return bits < 0x7f800000u ? __uint_as_float((bits + 0x7fffffu) & 0x7f800000u) : v;
+}
 """
 """Why not TileLang: maxima that keep NaN, and conversions to packed bytes."""
 
@@ -52,17 +57,19 @@ def build(
 
     "int8_static", "e4m3_static": with `scale`, its reciprocal `inverse` and `zero` of all tokens, saturating.
     "int8_asymmetric": scale and zero point of each token by its smallest and largest value, and 0.
-    "e4m3_block128": a scale for each 128 columns of a token. `ahead` and `later` are not used, `parts` is 1.
+    "e4m3_block128": a scale for each 128 columns of a token. "e4m3_block128_ue8m0": the same, rounded up to a power of
+    two before codes are made. `ahead` and `later` are not used, `parts` is 1.
     """
     import tilelang.language as T
 
     if form not in FORMS:
         raise ArgumentError("form", form, f"must be one of {FORMS}", "use the quantizer of tokens for others")
-    block, integer = form == "e4m3_block128", form.startswith("int8")
-    output = form if block else "int8" if integer else "e4m3"
+    block, powers, integer = "_block128" in form, form.endswith("_ue8m0"), form.startswith("int8")
+    output = "e4m3_block128" if block else "int8" if integer else "e4m3"
     facts = dict(k=k, dtype=dtype, warps=warps, vectors=vectors)
     row_outputs.check(target, output=output, rows=rows, parts=parts, **facts)
     out = row_outputs.outputs(output=output, column_scales=block, **facts)
+    largest, tiny = row_outputs.FORMS["int8" if integer else "e4m3"]
     threads, lanes = 32 * warps * rows, 32 * warps
     bf16 = str(dtype == "bfloat16").lower()
     blocks = max(1, resident // threads)
@@ -109,21 +116,36 @@ def build(
         )
 
     @T.macro
+    def write_vector(Q, v, i, total, f, row, lane):
+        at = out.column(i, lane)
+        if T.And(row < M, at < out.width):
+            if integer:
+                T.call_extern(
+                    "handle", "tz_affine8", T.access_ptr(Q[row, at], "w", VECTOR),
+                    T.access_ptr(v[i * VECTOR], "r", VECTOR), f[0], f[2],
+                )  # fmt: skip
+            else:
+                T.call_extern(
+                    "handle", f"tz_row_e4m3<{bf16}, 2>", T.access_ptr(Q[row, at], "w", VECTOR),
+                    T.access_ptr(total, "rw"), T.access_ptr(v[i * VECTOR], "r", 1),
+                    T.access_ptr(v[i * VECTOR], "r", VECTOR), f[0],
+                )  # fmt: skip
+
+    @T.macro
     def write(Q, v, total, f, row, lane):
         for i in T.unroll(vectors):
-            at = out.column(i, lane)
-            if T.And(row < M, at < out.width):
-                if integer:
-                    T.call_extern(
-                        "handle", "tz_affine8", T.access_ptr(Q[row, at], "w", VECTOR),
-                        T.access_ptr(v[i * VECTOR], "r", VECTOR), f[0], f[2],
-                    )  # fmt: skip
-                else:
-                    T.call_extern(
-                        "handle", f"tz_row_e4m3<{bf16}, 2>", T.access_ptr(Q[row, at], "w", VECTOR),
-                        T.access_ptr(total, "rw"), T.access_ptr(v[i * VECTOR], "r", 1),
-                        T.access_ptr(v[i * VECTOR], "r", VECTOR), f[0],
-                    )  # fmt: skip
+            write_vector(Q, v, i, total, f, row, lane)
+
+    @T.macro
+    def write_powers(Q, XS, v, total, f, row, lane):
+        """Codes and scales of blocks; the reciprocal of a power of two is exact."""
+        for i in T.unroll(vectors):
+            f[1] = T.call_extern("float32", "tz_block_largest", T.access_ptr(v[i * VECTOR], "r", VECTOR))
+            f[2] = T.call_extern("float32", "tz_power_above", f[1] / T.float32(largest))
+            f[0] = T.if_then_else(f[1] < T.float32(tiny), T.float32(0), T.float32(1) / f[2])
+            write_vector(Q, v, i, total, f, row, lane)
+            if T.And(T.And(row < M, out.column(i, lane) < k), lane % 16 == 0):
+                XS[out.column(i, lane) // BLOCK, row] = T.if_then_else(f[1] < T.float32(tiny), T.float32(1), f[2])
 
     @T.prim_func
     def main(
@@ -152,7 +174,9 @@ def build(
                 T.pdl_trigger()
                 T.pdl_sync()
             load(X, G, x, v, row, lane)
-            if block:
+            if powers:
+                write_powers(Q, XS, v, total, f, row, lane)
+            elif block:
                 out.emit(Q, XS, None, v, m, f, total, T.float32(1), shared, row, lane, row < M)
             else:
                 f[0] = inverse

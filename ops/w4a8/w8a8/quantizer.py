@@ -9,6 +9,7 @@ from terrazzo.ops import dlpack
 from terrazzo.ops.quantizers.rows import divide
 from terrazzo.ops.w4a8.quantizer import check_weight, row_chunks, smoothed
 from terrazzo.ops.w4a8.w8a8.format import BLOCK, CODES, PackedWeight, QuantizedWeight, pack
+from terrazzo.ops.w4a8.w8a8.reference import power_above
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +31,7 @@ def quantize(
     asymmetric: bool = False,
     smooth: SupportsDLPack | None = None,
     bias: SupportsDLPack | None = None,
+    ue8m0: bool = False,
     target: Target | str | None = None,
 ) -> PackedWeight:
     """Quantize and pack a float weight: `pack(quantize_weight(...), target=target)`.
@@ -37,14 +39,14 @@ def quantize(
     Args:
         weight: float [N, K], finite; it is quantized where it lies.
         smooth: positive float [K]. bias: float [N]; both are kept with the weight.
-        codes, granularity, input_scale, input_zero, asymmetric: see `quantize_weight`.
+        codes, granularity, input_scale, input_zero, asymmetric, ue8m0: see `quantize_weight`.
         target: GPU target to record, see `pack`.
 
     Raises:
         ArgumentError: see `quantize_weight`. TargetError: see `Target.parse`.
     """
     facts = dict(codes=codes, granularity=granularity, input_scale=input_scale, input_zero=input_zero)
-    made = quantize_weight(weight, **facts, asymmetric=asymmetric, smooth=smooth, bias=bias)
+    made = quantize_weight(weight, **facts, asymmetric=asymmetric, smooth=smooth, bias=bias, ue8m0=ue8m0)
     return pack(made, target=target)
 
 
@@ -59,6 +61,7 @@ def quantize_weight(
     asymmetric: bool = False,
     smooth: SupportsDLPack | None = None,
     bias: SupportsDLPack | None = None,
+    ue8m0: bool = False,
 ) -> QuantizedWeight:
     """Round to nearest; a scale puts the largest magnitude of what shares it at 127, or 448 of e4m3.
 
@@ -67,6 +70,7 @@ def quantize_weight(
         granularity: what shares a scale: "channel" (a row), "tensor", or "block" (128 x 128, of e4m3).
         input_scale, input_zero, asymmetric: how activations are quantized, see `QuantizedWeight`.
         smooth: positive float [K], multiplied into the weight and kept with it. bias: float [N], kept with the weight.
+        ue8m0: scales of blocks are powers of two, rounded up, of the weight as of its activations.
 
     Raises:
         ArgumentError: for anything else.
@@ -88,13 +92,15 @@ def quantize_weight(
         largest = largest.reshape(-1, 1)[:n]
     rows = largest if granularity == "channel" else largest.repeat_interleave(BLOCK, 0)[:n]
     scales = divide(rows, _LARGEST[codes])
-    scales = torch.where(scales > 0, scales, 1.0)
+    scales = torch.where(scales > 0, power_above(scales) if ue8m0 else scales, 1.0)
     for part in row_chunks(n, k, weight.device.type):
         wide = scales[part] if granularity != "block" else scales[part].repeat_interleave(BLOCK, 1)[:, :k]
         values = smoothed(weight[part], factor) / wide
         made[part] = (values.round() if codes == "int8" else values).clamp(-_LARGEST[codes], _LARGEST[codes]).to(dtype)
     scales = scales if granularity == "block" else scales[:, 0]
-    own = dict(input_scale=input_scale, input_zero=input_zero, asymmetric=asymmetric, smooth=factor, bias=bias)
+    own = dict(
+        input_scale=input_scale, input_zero=input_zero, asymmetric=asymmetric, smooth=factor, bias=bias, ue8m0=ue8m0
+    )
     return QuantizedWeight.canonical(made, scales, **own)
 
 

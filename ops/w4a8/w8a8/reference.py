@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from terrazzo.ops.quantized import BlockQuantizedActivations, QuantizedActivations
+from terrazzo.ops.quantized import LARGEST, BlockQuantizedActivations, QuantizedActivations, padded
 from terrazzo.ops.w4a8 import reference
 from terrazzo.ops.w4a8.w8a8.format import BLOCK, PackedWeight, QuantizedWeight
 
@@ -56,6 +56,36 @@ def quantize_asymmetric(
     inverse = x.new_ones(()) / scales
     q = (x.double() * inverse.double()[:, None] + zeros.double()[:, None]).round()
     return q.nan_to_num(-128.0, 127, -128).clamp(-128, 127).to(torch.int8), scales, zeros.int()
+
+
+def power_above(x: torch.Tensor) -> torch.Tensor:
+    """The least power of two that is not below each positive float32; what is not finite stays."""
+    import torch
+
+    fraction, exponent = torch.frexp(x)
+    powers = torch.ldexp(torch.ones_like(x), torch.where(fraction > 0.5, exponent, exponent - 1))
+    return torch.where(x.isfinite(), powers, x)
+
+
+def quantize_powers(values: torch.Tensor, shape: tuple[int, ...]) -> BlockQuantizedActivations:
+    """float32 values [M, K] in blocks of 128 columns whose scales are powers of two: the least one that is not below
+    the largest magnitude / 448, as float32 has that quotient (`scale_fmt` "ue8m0"). Codes are e4m3 of v / scale.
+
+    Blocks of magnitudes below 2^-117 become codes 0 and the scale 1, as elsewhere. Other quantizers take the largest
+    magnitude for 1e-4 or more (DeepGEMM), or the scale for 1e-10 or more (vLLM).
+    """
+    import torch
+
+    (m, k), count = values.shape, -(-values.shape[1] // BLOCK)
+    parts = torch.nn.functional.pad(values, (0, count * BLOCK - k)).view(m, count, BLOCK)
+    largest = parts.abs().amax(-1)
+    quotient = largest / largest.new_full((), 448.0)
+    zero = largest < LARGEST["e4m3"][1]
+    scales = torch.where(zero, 1.0, power_above(quotient))
+    q = (parts * torch.where(zero, 0.0, 1 / scales)[..., None]).to(torch.float8_e4m3fn).flatten(1)[:, :k]
+    q = torch.nn.functional.pad(q.view(torch.int8), (0, padded(k) - k)).view(torch.float8_e4m3fn).contiguous()
+    scales = torch.nn.functional.pad(scales.T, (0, -m % 4)).contiguous()
+    return BlockQuantizedActivations(q, scales, shape, True)
 
 
 def _inverse(x: torch.Tensor, scale: float) -> torch.Tensor:

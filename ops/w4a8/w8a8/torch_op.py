@@ -21,7 +21,7 @@ Activations = QuantizedActivations | BlockQuantizedActivations
 def quantize(x: torch.Tensor, w: PackedWeight) -> Activations:
     """`quantize_activations` as one opaque node of a graph."""
     launching.check_last(x, w.k)
-    facts = (w.k, w.codes, w.block, w.input_scale, w.input_zero, w.asymmetric, w.target or "")
+    facts = (w.k, w.codes, w.block, w.input_scale, w.input_zero, w.asymmetric, w.target or "", w.ue8m0)
     q, scales, more = torch.ops.terrazzo.w8a8_quantize(x, w.smooth, *facts)
     return _made(q, scales, more, tuple(x.shape), w)
 
@@ -93,11 +93,12 @@ def w8a8_quantize(
     input_zero: int,
     asymmetric: bool,
     target: str,
+    ue8m0: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes [M, K16], scales [M] or [ceil(K / 128), M4], and row sums or zero points int32 [M] ([0]: neither)."""
     none = x.new_empty(0, dtype=torch.int32)
     w = PackedWeight(
-        none, none, 1, k, codes, block, "", input_scale, input_zero, asymmetric, smooth, None, target or None
+        none, none, 1, k, codes, block, "", input_scale, input_zero, asymmetric, smooth, None, target or None, ue8m0
     )
     made = w8_activations.run(x, w)
     more = getattr(made, "zeros", None)
@@ -106,7 +107,7 @@ def w8a8_quantize(
 
 
 @w8a8_quantize.register_fake
-def _(x, smooth, k, codes, block, input_scale, input_zero, asymmetric, target):
+def _(x, smooth, k, codes, block, input_scale, input_zero, asymmetric, target, ue8m0=False):
     m = prod(x.shape[:-1])
     scales = (-(-k // BLOCK), (m + 3) // 4 * 4) if block else (m,)
     several = codes == "int8" and (asymmetric or input_zero != 0 or input_scale is None)

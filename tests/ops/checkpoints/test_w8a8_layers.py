@@ -11,6 +11,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import fp8, model_layers, model_requests, w8a8, w8a16
 from terrazzo.ops.model_requests import Serving, Weights
+from terrazzo.ops.w4a8.w8a8 import activations as w8a8_activations
 
 N, K = 300, 256
 RNG = torch.Generator().manual_seed(5)
@@ -128,7 +129,7 @@ def test_a_layer_is_what_its_tensors_mean(name, tmp_path):
 def launched(w: w8a8.PackedWeight) -> set:
     """What a packed weight's calls of bfloat16 launch."""
     facts = dict(codes=w.codes, block=w.block, zeros=w.asymmetric or w.input_zero != 0, bias=w.bias is not None)
-    facts |= dict(static=w.input_scale is not None, dtype="bfloat16", target="sm_90a")
+    facts |= dict(static=w.input_scale is not None, ue8m0=w.ue8m0, dtype="bfloat16", target="sm_90a")
     return set(w8a8.kernel_requests(w.n, w.k, **facts))
 
 
@@ -198,17 +199,31 @@ def test_a_bound_of_the_activations_scales_is_refused_by_name(tmp_path):
     assert torch.equal(fp8.read_layer(folder, "layer").dequantize(), meant(tensors))  # 16-bit activations
 
 
-def test_scales_of_activations_that_are_powers_of_two_are_refused_by_name(tmp_path):
-    """As DeepSeek-V3.1 states them. Its weights for 16-bit activations are read as they are."""
-    tensors, config, _ = KINDS["fp8 blocks"]
-    folder = written(tmp_path, tensors, config | {"scale_fmt": "ue8m0"})
-    with pytest.raises(ArgumentError, match="scale_fmt = 'ue8m0': rounds the scales of activations up"):
-        w8a8.read_layer(folder, "layer")
-    assert "powers of two" in next(iter(w8a8.load_model(folder).skipped.values()))
-    exact = fp8.read_layer(folder, "layer").dequantize()
-    assert torch.equal(exact, fp8.read_layer(written(tmp_path, tensors, config), "layer").dequantize())
-    with pytest.raises(ArgumentError, match="scale_fmt"):
-        w8a8.read_layer(written(tmp_path, tensors, config | {"scale_fmt": "UE8M0"}), "layer")
+POWERS = torch.tensor([[2.0**-9, 2.0**-14], [1.0, 2.0**3], [2.0**-20, 0.5]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
+@pytest.mark.parametrize("stated", ["ue8m0", "UE8M0"])
+def test_scales_of_activations_are_powers_of_two_where_a_config_says_so(stated, dtype, tmp_path):
+    """As DeepSeek-V3.1 states them; its weights are exact, however their scales are stored."""
+    config = KINDS["fp8 blocks"][1] | {"scale_fmt": stated}
+    folder = written(tmp_path, {"weight": E4M3, "weight_scale_inv": POWERS.to(dtype)}, config)
+    weight = w8a8.read_layer(folder, "layer")
+    assert weight.ue8m0 and torch.equal(weight.dequantize(), meant({"weight": E4M3, "weight_scale": POWERS}))
+    w = w8a8.load_layer(folder, "layer")
+    made = w8a8_activations.run(torch.randn(3, K).bfloat16(), w)
+    assert bool((torch.frexp(made.scales[:, :3])[0] == 0.5).all())
+    model = model_requests.of_folder(folder, Weights(operator="w8a8", dtype="bfloat16"))
+    found = set(model_requests.plan(model, Serving(Target.parse("sm_90a"), "bfloat16")).requests)
+    assert launched(w) <= found
+    assert torch.equal(fp8.read_layer(folder, "layer").dequantize(), weight.dequantize())
+
+
+def test_powers_of_two_beside_scales_of_rows_are_refused_by_name(tmp_path):
+    tensors, config, _ = KINDS["fp8 static"]
+    config = config | {"scale_fmt": "ue8m0", "activation_scheme": "dynamic"}
+    with pytest.raises(ArgumentError, match="scale_fmt = 'ue8m0': rounds scales of blocks of 128"):
+        w8a8.read_layer(written(tmp_path, tensors, config), "layer")
 
 
 @pytest.mark.parametrize("field", ["scale_fmt", "activation_scheme", "fmt"])

@@ -164,6 +164,10 @@ SCALES = (1e-50, 1e-40, 1e39, 10**400, float("nan"), -1.0, True, torch.tensor(Tr
         (lambda: w8a8.pack(WEIGHT, torch.ones(64), input_scale=1.0, asymmetric=True), "asymmetric"),
         (lambda: w8a8.pack(E4M3.repeat(3, 2), torch.ones(2, 2), input_scale=1.0), "input_scale"),
         (lambda: w8a8.pack(WEIGHT, torch.ones(64), smooth=torch.zeros(128)), "smooth"),
+        (lambda: w8a8.pack(WEIGHT, torch.ones(64), ue8m0=True), "ue8m0"),
+        (lambda: w8a8.pack(E4M3.repeat(1, 2), torch.ones(64), ue8m0=True), "ue8m0"),
+        (lambda: w8a8.pack(E4M3, torch.ones(64), input_scale=1.0, ue8m0=True), "ue8m0"),
+        (lambda: w8a8.pack(E4M3, torch.ones(64), ue8m0=1), "ue8m0"),
         (lambda: w8a8.pack(WEIGHT, torch.ones(64), bias=torch.zeros(3)), "bias"),
         (lambda: w8a8.pack(E4M3, torch.ones(64), target="sm_80"), "target"),
         (lambda: w8a8.quantize(float_weight(), granularity="block"), "granularity"),
@@ -181,6 +185,40 @@ def test_refusals(call, argument):
         call()
     assert error.value.argument == argument
     assert error.value.remedy
+
+
+def test_powers_of_two_are_the_least_that_hold_every_value():
+    """The quotient by 448 is a float32; one that is a power of two stays."""
+    rng = torch.Generator().manual_seed(3)
+    values = torch.randn(40, 300, generator=rng) * torch.randn(40, 1, generator=rng).mul(8).exp2()
+    values[0], values[1, :128], values[2, 0], values[3, 0] = 0, 448.0, float("inf"), float("nan")
+    values[4, :128] = torch.nextafter(torch.tensor(448.0), torch.tensor(500.0))  # its quotient rounds to 1
+    made = reference.quantize_powers(values, (40, 300))
+    parts = torch.nn.functional.pad(values, (0, 84)).view(40, 3, 128)
+    for m, b in np.ndindex(40, 3):
+        largest, scale = float(parts[m, b].abs().max()), float(made.scales[b, m])
+        quotient = np.float32(largest) / np.float32(448)
+        if not np.isfinite(quotient):
+            assert not np.isfinite(scale)
+            continue
+        assert np.frexp(scale)[0] == 0.5 and (scale / 2 < quotient <= scale or (largest == 0 and scale == 1))
+        codes = (parts[m, b].double() / scale).clamp(-448, 448).float().to(torch.float8_e4m3fn)
+        assert torch.equal(made.q[m, b * 128 : min(b * 128 + 128, 300)].float(), codes.float()[: 300 - b * 128])
+    w = w8a8.quantize(float_weight(200, 300), codes="e4m3", granularity="block", ue8m0=True)
+    assert w.ue8m0 and w.unpack().ue8m0 and bool((torch.frexp(w.scales[w.scales > 0])[0] == 0.5).all())
+    x = torch.randn(5, 300, generator=rng).half()
+    given, y = activations.run(x, w), reference.gemm(activations.run(x, w), w)
+    assert bool((torch.frexp(given.scales[:, :5])[0] == 0.5).all())
+    assert float((y - x.double() @ float_weight(200, 300).double().T).norm() / y.norm()) < 0.06
+
+
+def test_one_block_of_all_columns_has_scales_of_tokens():
+    w = w8a8.quantize(float_weight(64, 128), codes="e4m3", granularity="block", ue8m0=True)
+    assert not w.block and w.ue8m0
+    made = activations.run(torch.randn(5, 128).half(), w)
+    assert made.scales.shape == (5,) and bool((torch.frexp(made.scales)[0] == 0.5).all())
+    op.check_activations(made, w)
+    op.check_tensors(made)
 
 
 def test_activations_of_another_weight_are_refused():

@@ -22,11 +22,12 @@ CASES = {  # form, target, M of the bucket, K, dtype, smooth
     "asymmetric": ("int8_asymmetric", "sm_90a", 1, 1032, "bfloat16", True),
     "asymmetric, rows of a warp": ("int8_asymmetric", "sm_80", 600, 520, "float16", False),
     "blocks": ("e4m3_block128", "sm_90a", 1, 1032, "bfloat16", True),
+    "powers of two": ("e4m3_block128_ue8m0", "sm_90a", 1, 1032, "bfloat16", True),
 }
 SCALE, ZERO = 0.037, -9
 
 
-@pytest.mark.parametrize("name", cases(CASES, ("static", "asymmetric", "blocks")))
+@pytest.mark.parametrize("name", cases(CASES, ("static", "asymmetric", "powers of two")))
 def test_the_cuda_text_computes_the_reference(name, tmp_path):
     form, target, bucket, k, dtype, smooth = CASES[name]
     request = activations.plan(bucket, k, dtype=dtype, gain=smooth, form=form, target=Target.parse(target))
@@ -36,10 +37,12 @@ def test_the_cuda_text_computes_the_reference(name, tmp_path):
     rng = torch.Generator().manual_seed(k)
     x = torch.randn(m, k, generator=rng) * 2
     x[1], x[2, :: k // 3], x[3], x[5] = 0, 300.0, x[3].abs() + 1, -x[5].abs()
+    x[4], x[6, :300] = 2.0**-130, 448.0 * 2.0**-3
+    x[6, 5] = float("nan") if form.endswith("ue8m0") else 1.0
     x = x.to(getattr(torch, dtype))
     gain = torch.rand(k, generator=rng) + 0.2 if smooth else None
     q = torch.full((m + 1, quantized.padded(k)), POISON, dtype=torch.int8)
-    blocks = form == "e4m3_block128"
+    blocks = "_block128" in form
     scales = torch.full((-(-k // 128), 8) if blocks else (m + 1,), float("nan"))
     zeros = torch.full((m + 1,), POISON, dtype=torch.int32)
     zero = ZERO if form == "int8_static" else 0
@@ -51,9 +54,13 @@ def test_the_cuda_text_computes_the_reference(name, tmp_path):
     assert bool((q[m] == POISON).all())
     if blocks:
         values = x.float() if gain is None else x.float() * (1 / gain)
-        expected = quantized.encode(values, None, (m, k), form, True)
-        assert torch.equal(q[:m].view(torch.float8_e4m3fn).float(), expected.q.float())
-        assert torch.equal(scales[:, :m], expected.scales[:, :m])
+        powers = form.endswith("ue8m0")
+        expected = (
+            reference.quantize_powers(values, (m, k)) if powers else quantized.encode(values, None, (m, k), form, True)
+        )
+        same = dict(rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(q[:m].view(torch.float8_e4m3fn).float(), expected.q.float(), **same)
+        torch.testing.assert_close(scales[:, :m], expected.scales[:, :m], **same)
         return
     if form.endswith("static"):
         expected = reference.quantize_static(x, SCALE, zero, form.partition("_")[0], gain)
