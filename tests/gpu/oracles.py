@@ -43,6 +43,16 @@ def bucket(m: int) -> int:
     return sum(m > most for _, most in SIZES[:-1])
 
 
+def guarded(m: int, n: int, dtype: torch.dtype, blank: float, *, rows: int = 8, odd: bool = False) -> torch.Tensor:
+    """[m + 2 rows, n] of `blank` on the GPU, whose middle [rows:-rows] is an output.
+
+    `odd`: all of it begins one element behind a multiple of 16 bytes; products are then written aside and copied."""
+    import torch
+
+    size = (m + 2 * rows) * n
+    return torch.full((size + 1,), blank, dtype=dtype, device=DEVICE)[odd : odd + size].view(-1, n)
+
+
 RMS_ELEMENTS = 256
 """Fewer output elements than this say nothing about the rms value."""
 

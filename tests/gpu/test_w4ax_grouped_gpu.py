@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from oracles import guarded
 from terrazzo.ops import moe, w4ax
 from terrazzo.ops.w4ax import reference
 from w4ax_cases import DEVICE, Spec, compare, needs
@@ -79,10 +80,11 @@ def test_offsets_that_make_no_sense_touch_nothing_else(compiled, cases):
     w, m = GRAPH.stacked(), GRAPH.m
     x = torch.randn(m, w.k, device=DEVICE).half()
     for values in ([5, 3, m, 1000000, -7, m], [m, 0, m, 0, m, 0], [-5, -4, -3, -2, -1, 99]):
-        guarded = torch.full((m + 16, w.n), float("nan"), dtype=torch.float16, device=DEVICE)
-        w4ax.grouped_gemm(x, w, torch.tensor(values, dtype=torch.int32, device=DEVICE), out=guarded[8:-8])
-        torch.cuda.synchronize()
-        assert bool(guarded[:8].isnan().all()) and bool(guarded[-8:].isnan().all())
+        for odd in (False, True):
+            held = guarded(m, w.n, torch.float16, float("nan"), odd=odd)
+            w4ax.grouped_gemm(x, w, torch.tensor(values, dtype=torch.int32, device=DEVICE), out=held[8:-8])
+            torch.cuda.synchronize()
+            assert bool(held[:8].isnan().all()) and bool(held[-8:].isnan().all())
 
 
 @pytest.mark.parametrize("cases", [(GRAPH,)], ids=["gathered"])

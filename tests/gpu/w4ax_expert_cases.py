@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import torch
 import w4ax_cases
+from oracles import guarded
 from terrazzo.ops import launching, w4ax
 from terrazzo.ops.w4ax import activations, reference
 from w4ax_cases import DEVICE, Spec, codes, compare
@@ -89,10 +90,10 @@ def check(case: Case) -> None:
     made, w, m, dtype = case.experts(), case.stacked(), case.m, getattr(torch, case.out)
     edges = torch.tensor([2, *case.counts]).cumsum(0)
     offsets, x, first = edges.int().to(DEVICE), activations_of(case, w.stacked), None
-    for _ in range(case.launches):
-        guarded = torch.full((m + 2, w.n), float("nan"), dtype=dtype, device=DEVICE)
-        y = w4ax.grouped_gemm(x, w, offsets, out=guarded[1:-1], out_dtype=dtype)
-        assert guarded[:3].isnan().all() and guarded[-4:].isnan().all(), f"rows of nobody were written; {case}"
+    for launch in range(case.launches):
+        held = guarded(m, w.n, dtype, float("nan"), rows=1, odd=launch == case.launches - 1)
+        y = w4ax.grouped_gemm(x, w, offsets, out=held[1:-1], out_dtype=dtype)
+        assert held[:3].isnan().all() and held[-4:].isnan().all(), f"rows of nobody were written; {case}"
         first = y.clone() if first is None else first
         assert torch.equal(first[2:-3].view(torch.int16), y[2:-3].view(torch.int16)), f"two runs differ; {case}"
     assert not launching._pools[w.device].semaphores.any(), "semaphores are not zero"

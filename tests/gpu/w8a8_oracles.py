@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from oracles import TARGET
+from oracles import TARGET, guarded
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import quantized, w8a8
 from terrazzo.ops.quantized import BlockQuantizedActivations, QuantizedActivations
@@ -206,12 +206,13 @@ def check_grouped(case: Grouped) -> None:
     outs = [case.dtype, *([torch.int32] if w.stacked.codes == "int8" else [])]
     for dtype in outs:
         poison, runs = -77 if dtype == torch.int32 else float("nan"), []
-        for given in (x, made) if dtype != torch.int32 else (made, made):
-            y = torch.full((case.m, case.spec.n), poison, dtype=dtype, device=DEVICE)
-            w8a8.grouped_gemm(given, w, offsets, out=y, out_dtype=dtype, accumulate=case.accumulate)
-            runs.append(y)
-        assert torch.equal(*(run.view(torch.uint8) for run in runs)), f"two runs differ; {case}"
-        outside = torch.cat([y[:2], y[-2:]])
+        for odd, given in enumerate((x, made) if dtype != torch.int32 else (made, made)):
+            held = guarded(case.m, case.spec.n, dtype, poison, odd=bool(odd))
+            w8a8.grouped_gemm(given, w, offsets, out=held[8:-8], out_dtype=dtype, accumulate=case.accumulate)
+            runs.append(held)
+        assert torch.equal(*(run.clone().view(torch.uint8) for run in runs)), f"two runs differ; {case}"
+        y = held[8:-8]
+        outside = torch.cat([held[:10], held[-10:]])
         assert bool((outside == poison).all() if dtype == torch.int32 else outside.isnan().all()), f"beside y; {case}"
         for e, one in enumerate(experts):
             rows = torch.arange(int(edges[e]), int(edges[e + 1]), device=DEVICE)
