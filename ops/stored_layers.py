@@ -34,7 +34,8 @@ def operator_of(
     Bytes follow the config: where that quantizes activations to 8 bits and the target multiplies such bytes, they are
     W8A8's. Activations stay in 16 bits where it says nothing or bounds their scales, where INT8 weights have groups or
     zero points, and where the target has no such instruction. MXFP4 keeps 16 bits, whatever the config says: they cost
-    no time on an H100, and no accuracy.
+    no time on an H100, and no accuracy. Rows of INT8 beside activations that no kernel multiplies, as those of 4 bits,
+    are refused unless `weight_only` says that they stay in 16 bits.
 
     Args:
         convention: key of `Checkpoint.layers()`'s values. target: None is any that has the instructions.
@@ -46,9 +47,13 @@ def operator_of(
     if convention in ("mxfp4", "nvfp4"):
         return convention
     if convention == "fp8":
-        follows = not weight_only and config.inputs in ("e4m3", "e4m3 static") and runs_on(target, "e4m3")
+        powers = config.inputs == "e4m3 ue8m0" and config.group_size == 128
+        follows = powers or config.inputs in ("e4m3", "e4m3 static")
+        follows = follows and not weight_only and runs_on(target, "e4m3")
         return "w8a8" if follows else "fp8"
     if convention == "int_quantized" and config.bits == 8:
+        if config.activations == "other" and not weight_only:
+            return "w8a8"  # which refuses them by name
         by_row = config.group_size in (None, -1) and config.symmetric is not False
         follows = not weight_only and by_row and (config.activations or "").startswith("int8")
         return "w8a8" if follows and runs_on(target, "int8") else "w8a16"

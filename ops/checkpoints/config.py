@@ -81,7 +81,7 @@ class LayerConfig:
         symmetric, desc_act: as written; of compressed-tensors, desc_act is its actorder by groups.
         activations: what x is quantized to, dynamically and for each token: "int8", "e4m3"; "" for 16 bits; None. Of
             weights in small floats "": their kernels multiply 16-bit x, whatever is stated. Of int8 weights also
-            "int8 static", "int8 asymmetric" and "int8 static asymmetric".
+            "int8 static", "int8 asymmetric", "int8 static asymmetric", and "other" of what no kernel multiplies.
         inputs: the same of fp8 weights, which W8A8 obeys: "e4m3", "e4m3 static", "e4m3 ue8m0", whose scales are rounded
             up to powers of two, "" or None. It refuses "e4m3 bounded", by `activation_scale_ub`, and "other", all else.
         skip: why the layer cannot be read as its tensors say, or why the config leaves it out, else "".
@@ -392,6 +392,8 @@ def _scheme(group: dict[str, Any], format: str | None) -> LayerConfig:
     if stated.get("type", "int") != "int":
         return skipped(f"weights are of type {_shown(stated['type'])}, not int")
     activations = _activations(acts, whole(stated, "num_bits", 4) == 8)
+    if activations is None and whole(stated, "num_bits", 4) == 8:
+        activations = "other"
     if activations is None:
         return skipped(f"activations are quantized too ({_shown(acts.get('num_bits'))}-bit {_shown(acts.get('type'))})")
     if group.get("output_activations"):

@@ -22,7 +22,14 @@ if TYPE_CHECKING:
 WORDS = {"int8": "8-bit int", "e4m3": "8-bit float"} | {
     f"int8{form}": f"8-bit int,{form}" for form in (" static", " asymmetric", " static asymmetric")
 }
+WORDS["other"] = "as no kernel multiplies them"
 """What `LayerConfig.activations` names -> the same for messages."""
+READERS = {
+    "fp8": ("fp8", "w8a8"), "int_quantized": ("w8a16", "w8a8", "w4a8"), "mxfp4": ("mxfp4",), "nvfp4": ("nvfp4",),
+    "qserve": ("w4a8",), "awq": ("w4a16",), "gptq": ("w4a16", "w8a16"),
+    "compressed_tensors": ("w4a16", "w8a16", "w4a8"),
+}  # fmt: skip
+"""Convention -> operators that read such layers, for remedies; those of 16-bit activations first."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +112,7 @@ def read(
     """
     config, convention = checkpoint.layer(name), checkpoint.layers()[name]
     if reason := config.skip or family.refuses(convention, config):
-        remedy = "iter_layers names the layers that can be read, and what is wrong with others"
-        raise ArgumentError("name", name, f"cannot be read: {reason}", remedy)
+        raise ArgumentError("name", name, f"cannot be read: {reason}", _remedy(family, convention, config))
     stated = config.format
     if stated is not None and convention not in _SAME.get(stated, (stated.removesuffix("_v2"),)):
         raise ArgumentError(
@@ -125,6 +131,19 @@ def read(
         constraint = f"{error.constraint} (layer {name!r})"
         raise type(error)(error.argument, error.value, constraint, error.remedy) from None
     return made if share is None or found is not None else share.of(made)
+
+
+def _remedy(family: Family, convention: str, config: LayerConfig) -> str:
+    """What a caller can do about a layer that a family does not take."""
+    if config.excluded:
+        return "read it as a float layer, which is what its config says"
+    if config.skip:
+        report = f"terrazzo.ops.{family.operator}.load_model(path).report() says which layers can be read"
+        return f"get the model in another format; {report}"
+    if convention in family.readers and config.bits == 8 and config.activations not in (None, ""):
+        return "load it with terrazzo.ops.w8a16, or with terrazzo.load(weight_only=True): activations then have 16 bits"
+    others = [f"terrazzo.ops.{operator}" for operator in READERS[convention] if operator != family.operator]
+    return f"load it with {' or '.join(others)}" if others else "get the model in another format"
 
 
 _SAME = {"compressed_tensors": ("compressed_tensors", "int_quantized", "mxfp4", "nvfp4", "fp8")}

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import fp8, model_layers, model_requests, w8a8, w8a16
+from terrazzo.ops import fp8, model_layers, model_requests, stored_layers, w8a8, w8a16
+from terrazzo.ops.checkpoints import Checkpoint, loaders
 from terrazzo.ops.model_requests import Serving, Weights
 from terrazzo.ops.w4a8.w8a8 import activations as w8a8_activations
 
@@ -317,13 +318,31 @@ def test_fp8_layers_stay_weight_only_where_that_is_asked_for(tmp_path):
         (
             {"weight": INT8, **BY_ROW},
             compressed(CHANNEL, TOKEN | {"num_bits": 4}, "int-quantized"),
-            "activations are quantized too",
+            "activations are quantized otherwise than by w8a8.*weight_only=True",
         ),
     ],
 )
 def test_what_no_kernel_computes_is_refused_by_name(tensors, config, said, tmp_path):
     with pytest.raises(ArgumentError, match=said):
         w8a8.read_layer(written(tmp_path, tensors, config), "layer")
+
+
+def test_int8_layers_with_activations_of_4_bits_are_read_where_these_stay_in_16_bits(tmp_path):
+    tensors = {"weight": INT8, **BY_ROW}
+    folder = written(tmp_path, tensors, compressed(CHANNEL, TOKEN | {"num_bits": 4}, "int-quantized"))
+    config, own = Checkpoint(folder).layer("layer"), loaders.read
+    chosen = [stored_layers.operator_of("int_quantized", config, weight_only=it) for it in (False, True)]
+    assert chosen == ["w8a8", "w8a16"]
+    weight = own(w8a16.FAMILY, Checkpoint(folder), "layer", "cpu")
+    assert torch.equal((weight.codes.double() - 128) * weight.scales.double(), meant(tensors))
+
+
+def test_remedies_name_operators_that_read_such_layers():
+    for convention, operators in loaders.READERS.items():
+        for operator in operators:
+            assert convention in stored_layers.FAMILIES[operator].readers
+    conventions = {it for family in stored_layers.FAMILIES.values() for it in family.readers}
+    assert conventions == set(loaders.READERS)
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name.startswith("int8")])
