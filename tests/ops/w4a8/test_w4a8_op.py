@@ -42,11 +42,17 @@ def params(n, k, **changes) -> list[dict]:
 def test_requests_carry_the_facts():
     found = params(70, 250, dtype="bfloat16", bias=True, smooth=True, group_size=32, dequantization="unsigned")
     gemms, rows = ([p for p in found if ("group" in p) == kind] for kind in (True, False))
-    assert {p["k"] for p in found} == {256} and {p["bias"] for p in gemms} == {True}  # rows of 16 bytes
+    shaped, others = ([p for p in gemms if (p["n"] > 0) == kind] for kind in (True, False))
+    assert {(p["n"], p["k"], p["bias"]) for p in shaped} == {(70, 256, True)}  # rows of 16 bytes
+    assert {(p["k"], p["bias"], p["whole"]) for p in others} == {(0, False, False)}  # stream_k's come with the launch
+    assert {p["k"] for p in rows} == {256}
     assert {(p["out_dtype"], p["dequantization"], p["group"]) for p in gemms} == {("bfloat16", "unsigned", 32)}
     assert {(p["dtype"], p["gain"], p["norm"]) for p in rows} == {("bfloat16", True, False)}
-    raw = params(70, 250, dtype=None, out_dtype="int32", bias=True)
+    raw = params(68, 250, dtype=None, out_dtype="int32", bias=True)
     assert all("group" in p and not p["bias"] for p in raw)  # int32 sums take no bias, and no activations are quantized
+    assert all(p["whole"] for p in raw if p["n"] == 0)  # 68 int32 are whole pieces of 16 bytes, 68 float16 are not
+    halves = [p for p in params(68, 250, dtype=None) if p["n"] == 0]
+    assert halves and not any(p["whole"] for p in halves)
     assert {p["dequantization"] for p in params(70, 250, dtype=None)} == {"xor"}
 
 
