@@ -34,9 +34,9 @@ LINEAR = ("w4a16-g128", "w4a16-g64", "w4a8-g128", "w4a8-e4m3-g128", "w8a16", "mx
 EXPERTS = ("w4a16-g128", "w4a8-g128", "mxfp4")
 CACHES = ("int8", "int4")
 PUBLISHED = (
-    "linear w4a16-g128", "linear w4a16-g64", "linear w4a16-gK", "linear w4a8-g128", "linear w4a8-g64",
-    "linear w4a8-e4m3-g128", "linear fp8", "linear fp8-g128", "linear w4a16-g128-sym", "other w4a16-g128",
-    "experts w4a16-g128", "attention int4", "attention int8", "attention fp8", "rows",
+    "linear w4a16-g128", "linear w4a16-g64", "linear w4a16-gK-sym", "linear w4a8-g128",
+    "linear w4a8-g64", "linear w4a8-e4m3-g128", "linear fp8", "linear fp8-g128", "linear w4a16-g128-sym",
+    "other w4a16-g128", "experts w4a16-g128", "attention int4", "attention int8", "attention fp8", "rows",
 )  # fmt: skip
 """Of Llama 3.1 8B and, experts, Qwen3 30B A3B; `other`: of an N that no model has, by kernels that serve every N."""
 HEADS, KV_HEADS, HEAD_DIM, PROMPT = 32, 8, 128, 256

@@ -30,8 +30,10 @@ class Part:
     symmetric: bool = False
 
 
-SERVED = ("llama-3.1-8b", "qwen3-8b", "mistral-7b", "qwen2.5-7b", "llama-3.2-3b")
+SERVED = ("llama-3.1-8b", "qwen3-8b", "mistral-7b", "llama-3.2-3b")
 """Models whose kernels a wheel holds where a program's kernels are made for each shape."""
+USUAL = SERVED[:3]
+"""Of these, those that are served in rarer forms, too."""
 EXPERTS = ("mixtral-8x7b", "qwen3-30b-a3b")
 LEFT_OUT = {
     "w8a8": "no model of the table's has it",
@@ -42,14 +44,15 @@ LEFT_OUT = {
 ALONG = ("norm", "activation", "rope")
 """Operators whose kernels come with a model's linear layers."""
 PARTS = (
-    Part("w4a16", SERVED, (128, 64)),
-    Part("w4a16", SERVED, (128,), symmetric=True),
-    Part("w4a16", SERVED[:1], (0,)),
-    Part("w4a8", SERVED[:2], (128, 64)),
-    Part("w4a8_fp8", SERVED[:2], (128,)),
+    Part("w4a16", SERVED, (128,)),
+    Part("w4a16", USUAL, (128,), symmetric=True),
+    Part("w4a16", USUAL, (64,)),
+    Part("w4a16", USUAL[:1], (0,), symmetric=True),  # checkpoints with a scale for each row have no zero points
+    Part("w4a8", USUAL[:2], (128, 64)),
+    Part("w4a8_fp8", USUAL[:2], (128,)),
     Part("w4a16", EXPERTS, (128,)),
-    Part("w4a16", EXPERTS, (128,), symmetric=True),
-    Part("fp8", SERVED[:2], (128, 0)),
+    Part("w4a16", EXPERTS[1:], (128,), symmetric=True),
+    Part("fp8", USUAL[:2], (128, 0)),
     Part("attention", SERVED, kv=(("int4", "int4"), ("int8", "int8"), ("fp8", "fp8"))),
 )
 
