@@ -12,13 +12,14 @@ import json
 import shutil
 import subprocess
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from terrazzo.lowering.errors import CompileError, TerrazzoError
-from terrazzo.lowering.launcher import build_host, host_text
+from terrazzo.lowering.launcher import compile_host, host_text, link_host
 from terrazzo.lowering.report import make_report
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.slim_headers import write_slim_headers
@@ -43,11 +44,13 @@ class _Nvcc:
 
     Args:
         folder: of this compilation. nvcc runs in it, and is told relative names only.
+        beside: where nvcc runs, so that the host side is lowered and compiled meanwhile.
     """
 
-    def __init__(self, request: KernelRequest, folder: Path) -> None:
-        self.request, self.folder = request, folder
+    def __init__(self, request: KernelRequest, folder: Path, beside: ThreadPoolExecutor) -> None:
+        self.request, self.folder, self.beside = request, folder, beside
         self.log = ""
+        self.running: Future | None = None
 
     def command(self, pass_config: dict[str, Any]) -> list[str]:
         arch = self.request.target.arch
@@ -63,6 +66,17 @@ class _Nvcc:
         return [*command, "-o", BINARY, SOURCE]
 
     def __call__(self, code: str, pass_config: dict[str, Any]) -> bytes:
+        """Start nvcc. TileLang is told no machine code: it would only keep what it has no use for."""
+        self.running = self.beside.submit(self.compile, code, pass_config)
+        return b"\x7fELF"
+
+    def wait(self) -> None:
+        """Until nvcc is done; raises its CompileError."""
+        if self.running is not None:
+            self.running.result()
+
+    def compile(self, code: str, pass_config: dict[str, Any]) -> None:
+        """Make BINARY of CUDA text."""
         (self.folder / SOURCE).write_text(code)
         slim = self.folder / "slim"
         write_slim_headers(code, slim)
@@ -71,7 +85,6 @@ class _Nvcc:
             shutil.rmtree(slim)
             if self._run(command):
                 raise CompileError(f"{self.request}: nvcc fails\n{' '.join(command)}\n{self.log.strip()}")
-        return (self.folder / BINARY).read_bytes()
 
     def _run(self, command: list[str]) -> int:
         try:
@@ -129,23 +142,25 @@ def compile_into(request: KernelRequest, folder: Path, count: bool = True) -> No
         CompileError: the builder, the lowering or nvcc failed; the message carries the tool's words.
         OSError: the folder cannot be written.
     """
-    with _lock, build_folder() as private:
+    with _lock, build_folder() as private, ThreadPoolExecutor(1) as beside:
         tilelang = import_tilelang()
         _install_callback()
         (private / "tilelang").symlink_to(package_folder("tilelang"))
-        nvcc = _Nvcc(request, private)
+        nvcc = _Nvcc(request, private, beside)
         token = _current.set(nvcc)
         try:
             artifact = _lower(tilelang, request)
             functions = [function for _, function in artifact.device_mod.functions.items()]
-            host = host_text(artifact.rt_mod.inspect_source(), functions, BINARY)
+            host = host_text(artifact.rt_mod.inspect_source(), functions)
         except TerrazzoError:
             raise
         except Exception as error:
             raise CompileError(f"{request}: {type(error).__name__}: {error}") from error
         finally:
             _current.reset(token)
-        build_host(host, private, LIBRARY)
+        compile_host(host, private)
+        nvcc.wait()
+        link_host(private, BINARY, LIBRARY)
         report = make_report(private / BINARY, nvcc.log, _dynamic_shared_memory(functions), count)
         (folder / SOURCE).write_text(artifact.kernel_source)
         for name in (BINARY, LIBRARY):

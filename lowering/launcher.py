@@ -32,6 +32,7 @@ _ARGUMENT_KINDS = {
     "float64": "v",
     "float32": "f",
 }
+_OBJECT = "host.o"
 _RUNTIME_CALL = re.compile(r'TVMBackendGetFuncFromEnv\(__tvm_ffi__library_ctx, "(\w+)"')
 
 _LAUNCHER = r"""
@@ -50,8 +51,6 @@ namespace {
 
 constexpr int kDevices = 64;
 extern "C" const char terrazzo_image[] __attribute__((visibility("hidden")));
-__asm__(".section .rodata\n.balign 64\n.hidden terrazzo_image\n.global terrazzo_image\nterrazzo_image:\n"
-        ".incbin \"" IMAGE "\"\n.byte 0\n.previous\n");
 
 // The driver is loaded at the first launch, so that a kernel can be loaded and inspected where there is none.
 #define DRIVER_FUNCTIONS(F) F(cuDevicePrimaryCtxRetain) F(cuCtxGetCurrent) F(cuCtxSetCurrent) F(cuModuleLoadData) \
@@ -238,13 +237,24 @@ int call(void *function, TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
 """
 
 
-def host_text(host: str, device_functions: list[Any], image: str) -> str:
+_IMAGE = """.section .rodata
+.balign 64
+.hidden terrazzo_image
+.global terrazzo_image
+terrazzo_image:
+.incbin "{image}"
+.byte 0
+.section .note.GNU-stack,"",@progbits
+"""
+"""Assembly of the machine code as data, without a stack that is executable."""
+
+
+def host_text(host: str, device_functions: list[Any]) -> str:
     """C++ text of a kernel's shared object.
 
     Args:
         host: TileLang's generated host function.
         device_functions: the lowered device PrimFuncs, whose parameters and attributes say how to launch them.
-        image: name of the cubin or fatbin to embed, in the folder where the text is compiled.
 
     Raises:
         CompileError: the program uses something that the launcher does not know.
@@ -276,7 +286,7 @@ def host_text(host: str, device_functions: list[Any], image: str) -> str:
     if foreign:
         raise CompileError(f"the program calls runtime functions that the launcher lacks: {', '.join(sorted(foreign))}")
     launcher = _LAUNCHER.replace("KERNELS", "\n".join(kernels)).replace("FUNCTIONS\n};", ", ".join(table) + "\n};")
-    return f'#define IMAGE "{image}"\n#define MAX_ARGUMENTS {longest}\n{launcher}\n{host}'
+    return f"#define MAX_ARGUMENTS {longest}\n{launcher}\n{host}"
 
 
 def _argument_kind(parameter: Any) -> str:
@@ -290,8 +300,8 @@ def _argument_kind(parameter: Any) -> str:
     return _ARGUMENT_KINDS[dtype]
 
 
-def build_host(text: str, folder: Path, library: str) -> None:
-    """Compile the text of `host_text` in a `build_folder`, which has the machine code that the text names.
+def compile_host(text: str, folder: Path) -> None:
+    """Compile the text of `host_text` in a `build_folder`, to what `link_host` takes.
 
     Raises:
         CompileError: the compiler refuses it; the message carries its words.
@@ -307,11 +317,25 @@ def build_host(text: str, folder: Path, library: str) -> None:
     for name, place in includes.items():
         (folder / name).symlink_to(place)
     # nvcc knows where its own cuda.h lies; the text is plain C++ for the host compiler. It checks and launches once for
-    # a kernel that runs for microseconds: more than -O1 gains nothing. -s: its symbols are a tenth of its zipped bytes.
-    command = [find_nvcc(), "-ccbin", find_host_compiler(), "-x", "c++", "-std=c++17", "-O1", "-w", "-shared"]
-    command += ["-cudart", "none", "-Xcompiler", "-fPIC,-fno-exceptions,-fno-rtti", "-Xlinker", "-s"]
-    command += [*(f"-I{name}" for name in includes), "-o", library, "-", "-ldl"]
-    done = run_tool(command, folder, input=text)
+    # a kernel that runs for microseconds: more than -O1 gains nothing.
+    command = [find_nvcc(), "-ccbin", find_host_compiler(), "-x", "c++", "-std=c++17", "-O1", "-w", "-c"]
+    command += ["-Xcompiler", "-fPIC,-fno-exceptions,-fno-rtti", *(f"-I{name}" for name in includes)]
+    _run([*command, "-o", _OBJECT, "-"], folder, input=text)
+
+
+def link_host(folder: Path, image: str, library: str) -> None:
+    """The shared object of what `compile_host` made and of the machine code, the file `image`, in a `build_folder`.
+
+    Raises:
+        CompileError: the linker refuses it; the message carries its words.
+    """
+    (folder / "image.s").write_text(_IMAGE.format(image=image))
+    # -s: symbols are a tenth of its zipped bytes
+    _run([find_host_compiler(), "-shared", "-s", "-o", library, _OBJECT, "image.s", "-ldl"], folder)
+
+
+def _run(command: list[Any], folder: Path, **options: Any) -> None:
+    done = run_tool(command, folder, **options)
     if done.returncode:
         raise CompileError(
             f"the host side does not compile\n{' '.join(command)}\n{(done.stdout + done.stderr).strip()}"

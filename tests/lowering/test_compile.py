@@ -105,7 +105,7 @@ def test_nvcc_flags_and_pass_configs_reach_the_compiler(compiled):
     plain, slowed = (KernelReport.read(compiled(r) / "report.json") for r in (request_for("gemm"), slow))
     assert slowed != plain
     configs = {"tl.enable_fast_math": True, "tl.ptxas_register_usage_level": 3}
-    command = compiler._Nvcc(slow, Path("build")).command(configs)
+    command = compiler._Nvcc(slow, Path("build"), None).command(configs)
     assert {"--use_fast_math", "--register-usage-level=3", "-O1", "--cubin"} <= set(command)
 
 
@@ -220,7 +220,7 @@ def test_a_folder_that_cannot_be_written_is_not_the_compilers_fault(tmp_path, mo
     artifact = SimpleNamespace(kernel_source="", device_mod=module, rt_mod=module)
     nothing = lambda *_: None
     stubs = {"import_tilelang": nothing, "_install_callback": nothing, "_lower": lambda *_: artifact}
-    for name, value in {**stubs, "build_host": nothing, "make_report": nothing}.items():
+    for name, value in {**stubs, "compile_host": nothing, "link_host": nothing, "make_report": nothing}.items():
         monkeypatch.setattr(compiler, name, value)
     with pytest.raises(FileNotFoundError):
         compiler.compile_into(request_for("scale"), tmp_path / "gone")

@@ -45,7 +45,7 @@ def test_watched_kernels_have_line_tables(monkeypatch, flags):
     """Reports name inlined functions by them. The kernels are others than those without, in the cache too."""
     plain = request_for("scale", flags=flags)
     lined = line_tables.lined(plain)
-    assert "-lineinfo" in _Nvcc(lined, Path("build")).command({}) and "-lineinfo" not in plain.flags
+    assert "-lineinfo" in _Nvcc(lined, Path("build"), None).command({}) and "-lineinfo" not in plain.flags
     assert lined.identity() != plain.identity() and lined.ptx == plain.ptx and line_tables.lined(lined) == lined
     monkeypatch.setattr(KernelRequest, "__post_init__", KernelRequest.__post_init__)  # as it was, behind this test
     line_tables.line_all()
