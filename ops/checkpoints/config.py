@@ -144,7 +144,7 @@ class Config:
                 raise ArgumentError(
                     "quant_method",
                     method[:80] or None,
-                    f"must be awq, gptq or compressed-tensors, or one of {', '.join(fields.NEUTRAL)}",
+                    f"must be one of {', '.join(fields.NEUTRAL)}",
                     "quantize() the float checkpoint, export it in one of these formats, or pass format=",
                 )
             self.method = ""
@@ -326,10 +326,11 @@ class Config:
         if ignored:
             return LayerConfig("compressed_tensors", skip=f"ignore lists {ignored[0]!r}", excluded=True)
         groups = [_group(key, value) for key, value in (self.raw.get("config_groups") or {}).items()]
-        by_name = [g for g in groups if any(fields.names(target, name) for target in _names_of(g, "targets"))]
-        by_class = [g for g in groups if "Linear" in _names_of(g, "targets")]
-        for group in by_name + by_class:  # a name or pattern is more specific than a module class
-            return _scheme(group, self.raw.get("format"))
+        places = [(target, at) for at, group in enumerate(groups) for target in _names_of(group, "targets")]
+        found = [(target.startswith("re:"), target, at) for target, at in places if fields.names(target, name)]
+        found = found or [(False, target, at) for target, at in places if target == "Linear"]
+        if found:  # in the writer's order: names, then patterns by their letters, then the module's class
+            return _scheme(groups[min(found)[2]], self.raw.get("format"))
         skip = "no config group targets it" if groups else ""
         return LayerConfig("compressed_tensors", skip=skip, excluded=bool(skip))
 

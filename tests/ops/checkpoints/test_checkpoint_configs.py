@@ -328,6 +328,16 @@ def test_numbers_that_no_layer_has(tmp_path, value):
         w4a16.load_model(folder)
 
 
+def test_a_name_counts_before_a_pattern_and_that_before_the_class(tmp_path):
+    """As compressed-tensors resolves targets, whatever the order of the groups."""
+    group = lambda target, size: {"targets": [target], "weights": {"num_bits": 4, "type": "int", "group_size": size}}
+    stated = {"a": group("Linear", 32), "b": group("re:.*down_proj", 64), "c": group("re:.*.down_proj", 256)}
+    config = Config({"quant_method": "compressed-tensors", "config_groups": stated})
+    assert [config.layer(name).group_size for name in (LAYER, "model.up_proj")] == [256, 32]  # ".*." sorts first
+    config = Config({"quant_method": "compressed-tensors", "config_groups": stated | {"d": group(LAYER, 128)}})
+    assert config.layer(LAYER).group_size == 128
+
+
 def test_decisions_without_a_family(tmp_path):
     """What another loader builds on: names, decisions and tensors of a folder."""
     checkpoint = Checkpoint(write(tmp_path, tensors("w4a8_pack") | {"norm.weight": torch.ones(4)}, compressed(DYNAMIC)))

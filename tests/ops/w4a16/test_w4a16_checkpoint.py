@@ -175,7 +175,7 @@ def test_bad_paths_and_names(tmp_path):
     refused("holds no quantized layer", tmp_path / "float.safetensors")
     refused("device = 'gpu'", path, "a", device="gpu")
     (path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "hqq"}}))
-    refused("quant_method = 'hqq': must be awq, gptq or compressed-tensors", path, "a")
+    refused("quant_method = 'hqq': must be one of awq, gptq, compressed-tensors", path, "a")
     (path / "config.json").write_text("{")
     refused("must hold JSON", path, "a")
     (path / "config.json").unlink()
