@@ -158,8 +158,10 @@ class Format:
         group = (found[2] or family.usual or str(family.groups[0])) if found else ""
         known = found and (family.one_group if group == "K" else int(group) in family.groups)
         if not known or (found[3] and not family.choices):
-            wanted = ", ".join(f"{name}-g{'|'.join(map(str, f.groups or ('K',)))}" for name, f in FAMILIES.items())
-            raise ArgumentError("format", text, f"must be one of {wanted}", "write w4a16-g128")
+            groups = lambda f: "|".join([*map(str, f.groups), *["K"] * f.one_group])
+            wanted = ", ".join(f"{name}-g{groups(f)}{'[-sym]' * f.choices}" for name, f in FAMILIES.items())
+            constraint = f"must be one of {wanted} (gK: one group for all of K)"
+            raise ArgumentError("format", text, constraint, "write w4a16-g128")
         return Format(family.name, None if group == "K" else int(group), bool(found[3]))
 
     def __str__(self) -> str:

@@ -25,6 +25,7 @@ from terrazzo.ops.checkpoints import Checkpoint
 
 SETTINGS = "terrazzo_quantize.json"
 INDEX = "model.safetensors.index.json"
+TEXT = "pass token numbers of some text, or to the command a file of text"
 _CHUNK = {"cpu": 1 << 17, "cuda": 1 << 22}  # values whose error is computed at a time: bounds what float64 takes
 
 
@@ -67,7 +68,7 @@ def quantize_folder(
     """
     form = Format.parse(format)
     if form.family == "w4ax" and calibration is None:
-        raise ArgumentError("calibration", None, f"{form} needs to see activations", "pass token numbers of some text")
+        raise ArgumentError("calibration", None, f"{form} needs to see activations", TEXT)
     model_module = loading._transformers()
     to = weights.device_of(device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu"))
     own, config = loading._config_of(source, None)
@@ -76,7 +77,7 @@ def quantize_folder(
     found = loading.dtype_of(config, dtype)
     formats = loading.kv_formats(kv if kv is not None else loading.weights_name(found))
     if calibration is None and (static := loading.needs_scales(formats)):
-        raise ArgumentError("calibration", None, f"kv={static[0]!r} needs to see keys and values", "pass token numbers")
+        raise ArgumentError("calibration", None, f"kv={static[0]!r} needs to see keys and values", TEXT)
     checkpoint = Checkpoint(source)
     if checkpoint.layers():
         raise ArgumentError("source", str(source), "has quantized layers already", "terrazzo.load reads them")

@@ -429,7 +429,7 @@ def not_packed(w: Any, operator: str) -> ArgumentError:
         packed, own = "w" if form == "PackedWeight" else "w.pack()", family.partition(".")[0]
         remedy = f"call {own}.gemm with {packed}"
     else:
-        remedy = f"make one with {operator}.pack, {operator}.quantize or an importer"
+        remedy = f"make one with pack, quantize or an importer of {operator}"
     return ArgumentError("w", kind, f"must be a PackedWeight of {operator}", remedy)
 
 

@@ -135,17 +135,18 @@ class _Progress:
         self.bar.update(self.task, completed=done, description=name, left=self._time_left())
 
     def _time_left(self) -> str:
-        """By the speed so far, "about 2:30 left"."""
+        """By the speed so far, "about 2:30 left"; before the first kernel by what kernels take, until that is over."""
         worked, elapsed = self.all - self.left, time.perf_counter() - self.start
-        rate = worked / elapsed if worked and elapsed else self.workers / 2
-        return f"about {_clock(self.left / rate)} left" if self.done < self.total else ""
+        left = self.left * elapsed / worked if worked and elapsed else self.left * 2 / self.workers - elapsed
+        return f"about {_clock(left)} left" if self.done < self.total and left > 0 else ""
 
     def _print_lines(self) -> None:
         while not self.ended.wait(LINE_S):
             failed = f", {self.failed} failed" if self.failed else ""
             passed = _clock(time.perf_counter() - self.start)
             name = f": {self.name}" if self.name else ""
-            click.echo(f"[{self.done}/{self.total}] {passed}, {self._time_left()}{failed}{name}", err=True)
+            left = f", {left}" if (left := self._time_left()) else ""
+            click.echo(f"[{self.done}/{self.total}] {passed}{left}{failed}{name}", err=True)
 
 
 def _clock(seconds: float) -> str:

@@ -58,8 +58,8 @@ def quantize(
     kind = {"f16": torch.float16, "bf16": torch.bfloat16, None: None}[dtype]
     columns = (TextColumn("layers"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console(stderr=True), disable=as_json) as bar:
-        task = bar.add_task("layers", total=None)
-        note = lambda done, total: bar.update(task, completed=done, total=total)
+        task = bar.add_task("layers", total=None, visible=False)  # bad input is said without a bar
+        note = lambda done, total: bar.update(task, completed=done, total=total, visible=True)
         text = None if calibration is None else _tokens_of(folder, calibration, tokens)
         options = dict(kv=formats, device=device, dtype=kind, calibration=text, target=target)
         errors = quantize_folder(folder, out, form, **options, progress=note)

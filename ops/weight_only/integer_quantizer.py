@@ -104,6 +104,8 @@ def of_float(
     import torch
 
     n, k, group, scale_dtype = _check(weight, group_size, scale_dtype, clip_steps, clip_min)
+    if type(symmetric) is not bool:
+        raise ArgumentError("symmetric", symmetric, "must be True or False", "pass True for codes without zero points")
     zero = 1 << kind.bits - 1
     groups, share = -(-k // group), weights.importance_of(importance, k, weight.device)
     if share is not None:

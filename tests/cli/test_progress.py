@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from terrazzo.building import Build, _clock
+from terrazzo.building import Build, _clock, _Progress
 from terrazzo.lowering.errors import CompileError
 from terrazzo.lowering.request import KernelRequest
 
@@ -64,6 +64,13 @@ def test_a_line_comes_again_and_again_where_there_is_no_terminal(slow, capsys, m
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) >= 4 and all(line.startswith("[") and "/4] 0:0" in line for line in lines[:-1])
     assert "left" in lines[1] and "1 failed" in lines[-2] and "\r" not in "".join(lines)
+
+
+@pytest.mark.parametrize(("elapsed", "text"), [(4, "about 0:06 left"), (11, "")])
+def test_before_the_first_kernel_the_time_left_runs_out(elapsed, text):
+    shown = _Progress(dict.fromkeys(requests(2), 10.0), workers=4, quiet=True)
+    shown.start -= elapsed
+    assert shown._time_left() == text
 
 
 def test_nothing_is_printed_quietly(slow, capsys):

@@ -271,8 +271,12 @@ def test_from_float_quantizes_a_layer(form):
 
 @pytest.mark.parametrize("text", ["w4a16-g100", "w4a8-gK", "w4a8-g64-sym", "w8a8-g128", "", None, "w4a16-g128 "])
 def test_a_format_that_does_not_exist_is_refused(text):
-    with pytest.raises(ArgumentError, match="format"):
+    with pytest.raises(ArgumentError, match="format.* w8a16-g128.64.32.K.-sym., .*gK: one group") as caught:
         Format.parse(text)
+    listed = [form.partition("-g") for form in caught.value.constraint.split(" (")[0].split("one of ")[1].split(", ")]
+    for family, _, groups in listed:  # what is listed exists
+        for group in groups.removesuffix("[-sym]").split("|"):
+            assert str(Format.parse(f"{family}-g{group}")) == f"{family}-g{group}"
 
 
 def test_bad_arguments_are_refused():

@@ -137,6 +137,7 @@ def test_importance_moves_the_error_to_channels_that_count_less(symmetric):
         ({"group_size": 16}, "group_size", "use 128"),
         ({"scale_dtype": torch.float64}, "scale_dtype", "use torch.float16"),
         ({"weight": torch.full((8, 64), 3e6), "scale_dtype": torch.float16}, "scale_dtype", "cannot hold"),
+        ({"symmetric": "no"}, "symmetric", "True or False"),
         ({"clip_steps": 0}, "clip_steps", "1 for no search"),
         ({"clip_min": 0.0}, "clip_min", "use the default"),
         ({"importance": torch.ones(5)}, "importance", "512"),
