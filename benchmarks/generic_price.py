@@ -81,7 +81,8 @@ def _plan(operator: str, m: int, n: int, k: int, target: Any) -> Any:
         weight = form_of(operator).weight_format
         scale = "float16" if weight in ("u4", "u8") else get_weight_format(weight).scales[0]
         group = GROUP if operator == "w4a16" else Format.parse(operator).group_size or k
-        facts |= dict(symmetric=weight != "u4", scale_dtype=scale, dtype="float16", numerics="auto")
+        symmetric = weight not in ("u4", "u8") or Format.parse(operator).symmetric
+        facts |= dict(symmetric=symmetric, scale_dtype=scale, dtype="float16", numerics="auto")
         return op.plan(m, n, k, **facts | dict(group_size=group, weight=weight))
     from terrazzo.ops.w4a8 import op as bytes_op
 

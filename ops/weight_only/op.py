@@ -30,8 +30,14 @@ if TYPE_CHECKING:
 _SHAPED = 16
 """Tokens of a tile of stream_k whose kernels keep their shape: without one they took 2 %, up to 5 % (H100). Those
 without a shape stand in until they are compiled."""
-_ANY_SHAPE = ("u4", "fp8")
-"""Formats whose kernels of more tokens have no shape. What that costs the others was not measured."""
+_ANY_SHAPE = {"u4": 4, "fp8": 2}
+"""Formats whose kernels of more tokens have no shape, and up to how many warpgroups: three of FP8 took 1 %, up to 8 %.
+What it costs other formats was not measured."""
+
+
+def has_shape(weight: str, schedule: stream_k.StreamK) -> bool:
+    """Whether stream_k's kernel for a format and a schedule is made for one [n, k]."""
+    return schedule.block_tokens <= _SHAPED or schedule.warpgroups > _ANY_SHAPE.get(weight, 0)
 
 
 @lru_cache(maxsize=1024)
@@ -65,7 +71,7 @@ def plan(
     def request(program: ModuleType, schedule: Any, numerics: str) -> KernelRequest:
         Operand(group, symmetric, scale_dtype, dtype, numerics, weight)  # raises where these do not go together
         params = common | schedule.params() | {"numerics": numerics}
-        if program is stream_k_program and weight in _ANY_SHAPE and schedule.block_tokens > _SHAPED:
+        if program is stream_k_program and not has_shape(weight, schedule):
             params = shapeless(params)
         name = f"{form.operator}.{program.__name__.rpartition('.')[2]}"
         entry = f"{program.__name__}:build"

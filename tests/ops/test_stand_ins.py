@@ -14,6 +14,7 @@ from terrazzo.ops import launching
 from terrazzo.ops.formats.weight import get_weight_format
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.weight_only import op
+from terrazzo.schedules.stream_k import StreamK
 
 OWN, STAND_IN = (KernelRequest(f"w4a16.{name}", "terrazzo.ops.linear.stream_k:build", {}, "sm_90a") for name in "os")
 PLAN = Plan(OWN, (4,), (4,), (), STAND_IN)
@@ -229,3 +230,14 @@ def test_every_weight_format_has_stand_ins_or_kernels_without_a_shape(weight):
         shaped = dict(plan.request.params)["n"] > 0
         assert plan.request.name == f"{form.operator}.{name}" and (plan.stand_in is not None) == shaped
         assert shaped == (weight != "fp8" or m == 1)
+
+
+def test_fp8_of_three_warpgroups_and_small_tiles_keep_their_shape():
+    """Without one they took more than 5 % at worst."""
+    tile = lambda tokens, warpgroups: StreamK(tokens, warpgroups, 1, 2, 128)
+    shaped = lambda weight: [op.has_shape(weight, tile(*it)) for it in ((16, 2), (64, 1), (64, 2), (64, 3))]
+    assert shaped("fp8") == [True, False, False, True] and shaped("u4") == [True, False, False, False]
+    assert shaped("mxfp4") == [True] * 4
+    facts = dict(weight="fp8", group_size=3584, symmetric=True, scale_dtype="float32")
+    plan = plan_of(128, 4608, 3584, **facts)
+    assert dict(plan.request.params)["warpgroups"] == 3 and plan.stand_in == op.stand_in(plan.request)
