@@ -172,8 +172,11 @@ class Published(Source):
     def scales(self, part: str, shape: Any) -> torch.Tensor | None:
         """[layers, 1, 1]: a number of each layer, as engines calibrate fp8 caches."""
         root = next((n.partition("layers.0.")[0] for n in self.names() if "layers.0.self_attn." in n), "model.")
-        names = [f"{root}layers.{index}.self_attn.{part}_scale" for index in range(shape.layers)]
-        if not all(map(self.has, names)):
+        for own in (f"{part}_scale", f"{part}_proj.{part}_scale", f"attn.{part}_scale"):  # ModelOpt's is the second
+            names = [f"{root}layers.{index}.self_attn.{own}" for index in range(shape.layers)]
+            if all(map(self.has, names)):
+                break
+        else:
             return None
         found = [self.read(name).float().flatten() for name in names]
         if any(len(each) != 1 for each in found):

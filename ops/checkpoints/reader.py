@@ -42,6 +42,8 @@ _OPTIONAL = {
     "qzeros", "g_idx", "weight_zero_point", "weight_shape", "weight_g_idx", "s2_scales", "s2_zeros", "s1_szeros",
     "input_scale", "input_zero_point", "input_global_scale",
 }  # fmt: skip
+_OF_CACHES = re.compile(r"\b[qkv]_proj\.([qkv]_scale|output_scale|output_zero_point)$")
+"""Tensors of a layer that are about the cache of keys and values behind it, as ModelOpt, Quark and others name them."""
 _SCALES = ("weight_scale", "weight_scale_inv")
 _PAIRS = {
     "fp8": (_SCALES,), "nvfp4": (("weight", "weight_packed"), ("weight_scale_2", "weight_global_scale")),
@@ -144,7 +146,7 @@ class Checkpoint(files.TensorFiles):
         self._check(prefix)
         config, owned, read = self.config.layer(prefix), self._owned[prefix], self.read_leaves(prefix)
         lost = next((name for name in owned.values() if name in self.lost), None)
-        extra = [leaf for leaf in owned if leaf not in read]
+        extra = [leaf for leaf, name in owned.items() if leaf not in read and not _OF_CACHES.search(name)]
         decided = config.excluded and self.config.method == "awq"  # quantized all the same: the tensors decide
         reason = "" if decided else config.skip
         if lost is not None:

@@ -488,8 +488,9 @@ def test_static_scales_of_keys_and_values_go_through_quantize_load_and_save(tmp_
     assert 0 < (got - wanted).norm() < 0.05 * wanted.norm()
 
 
+@pytest.mark.parametrize("own", ["{0}_scale", "{0}_proj.{0}_scale", "attn.{0}_scale"])
 @torch.no_grad()
-def test_published_scales_of_a_cache_are_read(tmp_path):
+def test_published_scales_of_a_cache_are_read(tmp_path, own):
     from safetensors.torch import load_file, save_file
 
     model = float_model("llama", torch.float16)
@@ -497,7 +498,8 @@ def test_published_scales_of_a_cache_are_read(tmp_path):
     held = load_file(tmp_path / "model.safetensors")
     for index in range(2):
         for part, scale in (("k", 0.01), ("v", 0.02)):
-            held[f"model.layers.{index}.self_attn.{part}_scale"] = torch.tensor([scale * (index + 1)])
+            name = f"model.layers.{index}.self_attn.{own.format(part)}"
+            held[name] = torch.tensor([scale * (index + 1)])
     save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
     static = load(tmp_path, device="cpu", kv="fp8").new_cache(1, 16).static
     for part, scale in zip(static, (0.01, 0.02)):

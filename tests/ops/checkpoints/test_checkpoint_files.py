@@ -101,6 +101,18 @@ def test_vectors_that_change_a_layer_are_seen(tmp_path):
         w4a16.load_layer(folder, names[1])
 
 
+@pytest.mark.parametrize("leaf", ["k_proj.k_scale", "v_proj.v_scale", "q_proj.q_scale", "k_proj.output_scale"])
+def test_scales_of_a_cache_are_none_of_the_layer_whose_name_they_bear(tmp_path, leaf):
+    """ModelOpt and Quark write them so; the same leaves of other layers are a reason."""
+    name, scale = f"model.layers.0.self_attn.{leaf.partition('.')[0]}", torch.ones(())
+    folder = write(tmp_path / "own", tensors("awq", name) | {f"model.layers.0.self_attn.{leaf}": scale}, AWQ)
+    alone = write(tmp_path / "alone", tensors("awq", name), AWQ)
+    assert torch.equal(w4a16.read_layer(folder, name).codes, w4a16.read_layer(alone, name).codes)
+    other = write(tmp_path / "other", tensors("awq", LAYER) | {f"{LAYER}.{leaf.partition('.')[2]}": scale}, AWQ)
+    with pytest.raises(ArgumentError, match="is not read"):
+        w4a16.read_layer(other, LAYER)
+
+
 @pytest.mark.parametrize("extra", ["input_scale", "lora_A.weight", "R4_input.weight", "pre_quant_scale", "weight"])
 @pytest.mark.parametrize("convention", ["awq", "gptq", "pack"])
 def test_a_tensor_behind_a_layers_name_that_is_not_read_is_a_reason(tmp_path, convention, extra):
