@@ -7,17 +7,19 @@ from dataclasses import fields, replace
 from typing import Any
 
 from terrazzo.lowering.targets import Target
-from terrazzo.schedules import grouped, multistage, small_batch, stream_k, w4ax
+from terrazzo.schedules import grouped, multistage, small_batch, stream_k, tile_costs, token_tiles, w4ax
 from terrazzo.schedules.clusters import PAIR
 from terrazzo.schedules.multistage import Multistage
 from terrazzo.schedules.problem import TOKENS_PER_TILE, Gemm
 from terrazzo.schedules.small_batch import SmallBatch
 from terrazzo.schedules.spaces import RASTER, Space, memory_refusal
 from terrazzo.schedules.stream_k import StreamK
+from terrazzo.schedules.token_tiles import TokenTiles
 
 Pairs = Iterator[tuple[str, Any]]
 _RASTERS = (RASTER, 4, 2, 1, 16)
 _FEW = 512  # tokens up to which only a wide space has other rasters than the first
+_FEW_ROWS = 64  # tokens up to which tokens as the A operand would leave half of it empty
 _SEMAPHORES = 4096  # of a stream: one for each tile that splits k
 _LAUNCH_US = 2.0  # start and end of a grid
 _LOGIC_LANES = 64  # LOP3 and the like of one SM in one clock
@@ -132,11 +134,29 @@ class Direct(Bytes):
     def __init__(self, problem: Gemm) -> None:
         super().__init__(problem)
         self.programs = {problem.form.program: StreamK, "multistage": Multistage}
+        if problem.form_name == token_tiles.FORM:
+            self.programs["direct_tokens"] = TokenTiles
 
     def heuristic(self, target: Target, m: int) -> tuple[str, Any]:
-        return self.tile(target, m)
+        found = self.tile(target, m)
+        if not self._may_be_first(target, m):
+            return found
+        top = tile_costs.bucket(m)
+        rival = "direct_tokens", token_tiles.choose(self.problem, target, m)
+        return min(found, rival, key=lambda it: self.cost(*it, target, top))
+
+    def _may_be_first(self, target: Target, m: int) -> bool:
+        """Whether tokens may be the A operand."""
+        return "direct_tokens" in self.programs and target.supports("wgmma.e4m3") and m > _FEW_ROWS
+
+    def every(self, target: Target, m: int, wide: bool = False) -> Pairs:
+        yield from super().every(target, m, wide)
+        if self._may_be_first(target, m):
+            yield from (("direct_tokens", s) for s in token_tiles.every(self.problem, target, m))
 
     def refusal(self, program: str, schedule: Any, target: Target, m: int) -> str:
+        if program == "direct_tokens":
+            return token_tiles.refusal(schedule, self.problem, target)
         of_warps = program == "multistage" and self.problem.activations == "e4m3"
         return (e4m3_refusal(schedule, target) if of_warps else "") or super().refusal(program, schedule, target, m)
 

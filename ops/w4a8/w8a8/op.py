@@ -11,6 +11,7 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import derived, launching, quantized, weights
 from terrazzo.ops.launching import Plan
+from terrazzo.ops.linear.bytes import direct_tokens as direct_tokens_program
 from terrazzo.ops.linear.bytes import fp8_problem
 from terrazzo.ops.linear.bytes import multistage as multistage_program
 from terrazzo.ops.linear.bytes import stream_k as stream_k_program
@@ -18,7 +19,7 @@ from terrazzo.ops.linear.sizes import shapeless
 from terrazzo.ops.quantized import BlockQuantizedActivations, QuantizedActivations
 from terrazzo.ops.w4a8.w8a8 import activations as w8_activations
 from terrazzo.ops.w4a8.w8a8.format import BLOCK, CODES, PackedWeight, check_target
-from terrazzo.schedules import linear_spaces, multistage, records, spaces, stream_k
+from terrazzo.schedules import linear_spaces, multistage, records, spaces, stream_k, token_tiles
 from terrazzo.schedules.problem import Gemm
 
 if TYPE_CHECKING:
@@ -87,7 +88,8 @@ def plan(
     facts = tuning_facts(n, k, out_dtype, numerics)
     s = schedule or spaces.choose(linear_spaces.of(gemm), OPERATORS[numerics], facts, target, m, device)[1]
     on_warps, params = isinstance(s, multistage.Multistage), common | s.params()
-    program = multistage_program if on_warps else stream_k_program
+    wide = direct_tokens_program if isinstance(s, token_tiles.TokenTiles) else stream_k_program
+    program = multistage_program if on_warps else wide
     params = params if on_warps else shapeless(params, 4 if raw else 2)
     name, entry = f"w8a8.{program.__name__.rpartition('.')[2]}", f"{program.__name__}:build"
     flags = launching.ptx_flags(target, device)

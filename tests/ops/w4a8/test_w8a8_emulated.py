@@ -13,14 +13,15 @@ from emulated_cases import cases
 from terrazzo.layouts.instances import get_instance
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
-from terrazzo.ops.linear.bytes import stream_k
+from terrazzo.ops.linear.bytes import direct_tokens, stream_k
 from terrazzo.ops.linear.sizes import shapeless
 from terrazzo.ops.tiles.scheduler import EXPERTS_SOURCE
 from terrazzo.schedules.stream_k import StreamK
+from terrazzo.schedules.token_tiles import TokenTiles
 from test_w4a8_emulated import EXTRA
 from test_w4a8_fp8_emulated import FLOATS, HOPPER
 from wgmma_on_cpu import SHIMS as WGMMA
-from wgmma_on_cpu import translated
+from wgmma_on_cpu import STMATRIX, translated
 
 pytestmark = [
     pytest.mark.compiles,
@@ -44,19 +45,19 @@ def launch(q, weights, scales, xs, zeros, bias, numerics, schedule, partition, f
         n=n, k=k, group=128, out_dtype=out_dtype, dequantization=numerics, bias=bias is not None, **schedule.params()
     ) | ({"experts": experts} if experts else {})  # fmt: skip
     params = shapeless(params, 4 if out_dtype == "int32" else 2) if generic else params
-    request = KernelRequest(
-        "w8a8.stream_k", f"{stream_k.__name__}:build", tuple(params.items()), "sm_90a", stream_k.PASS_CONFIGS
-    )
+    program = direct_tokens if isinstance(schedule, TokenTiles) else stream_k
+    request = KernelRequest("w8a8", f"{program.__name__}:build", tuple(params.items()), "sm_90a", program.PASS_CONFIGS)
     source = translated(cuda_text(request), schedule.block_tokens).replace("int grid", "int ctas")
     source = source.replace("grid", "ctas")
     extra = [WGMMA, EXTRA.replace("typedef unsigned char uchar;", ""), HOPPER, UNIFORM]
     extra += [] if numerics.startswith("s8") else [FLOATS]
     extra += [VOTES, EXPERTS_SOURCE] if experts else []
+    extra += [STMATRIX] if program is direct_tokens else []
     kernel = CpuKernel(source, extra, schedule.warpgroups * 128 + 128, folder, schedule.cluster)
     raw = out_dtype == "int32"
     y = torch.full((m, n), -77 if raw else float("nan"), dtype=getattr(torch, out_dtype))
-    semaphores = torch.zeros(grid, schedule.flags, dtype=torch.int32)
-    space = torch.full((grid, schedule.cta_blocks, schedule.block_tokens // 8, 128, 4), 0x5A5A5A5A, dtype=torch.int32)
+    space, flags = schedule.workspace(grid)
+    space, semaphores = torch.full(space, 0x5A5A5A5A, dtype=torch.int32), torch.zeros(flags, dtype=torch.int32)
     kernel(
         (grid, 1, 1), X_desc=torch.tensor([q.data_ptr(), *q.shape]), W=words, S=scales, XS=xs, RS=zeros,
         B=torch.empty(1) if bias is None else bias, WS=space, SEM=semaphores, Y=y, m=m, mp=xs.shape[-1],
@@ -86,6 +87,20 @@ CASES = {  # numerics, n, k, m, schedule, (grid, shared tiles), output, generic;
     "block": ("block", 200, 400, 37, BLOCK(32, 2, 1, 3), (3, 3), "float16", True, True),
     "block two row blocks": ("block", 200, 272, 20, BLOCK(16, 1, 2, 2), (3, 3), "bfloat16", False, False),
     "block two pieces": ("block", 130, 400, 200, BLOCK(192, 2, 1, 2), (3, 3), "bfloat16", False, False),
+    "block tokens first": ("block", 200, 400, 150, TokenTiles(128, 2, 2, 2), (3, 3), "bfloat16", True, True),
+    "block tokens first, wide": ("block", 130, 272, 300, TokenTiles(256, 2, 2, 3), (3, 2), "float16", False, False),
+    "block tokens first, tall": ("block", 200, 272, 70, TokenTiles(128, 2, 3, 2), (2, 1), "float16", False, False),
+    "block tokens first, two pieces": (
+        "block",
+        260,
+        272,
+        90,
+        TokenTiles(128, 2, 4, 2),
+        (2, 2),
+        "bfloat16",
+        True,
+        False,
+    ),
     "block clusters": ("block", 200, 656, 37, BLOCK(32, 2, 1, 3, cluster=2), (8, 4), "float16", False, False),
 }
 
