@@ -127,7 +127,9 @@ def _small_floats() -> Calls:
 
 
 def _w8a8() -> Calls:
+    from terrazzo.lowering.targets import Target
     from terrazzo.ops import w8a8
+    from terrazzo.ops.w4a8.w8a8 import op
 
     forms = (("int8", {}), ("e4m3", dict(codes="e4m3")), ("e4m3 blocks", dict(codes="e4m3", block=True)))
     for name, facts in forms:
@@ -138,6 +140,9 @@ def _w8a8() -> Calls:
         call = partial(w8a8.kernel_requests, N, K, m=64, dtype=None, out_dtype="bfloat16", target=target, **own)
         yield f"w8a8 {name} {target} m=64", call
     yield "w8a8 e4m3 blocks sm_90a grouped m=16", partial(w8a8.grouped_requests, N, K, 8, m=16, **facts)
+    own = dict(m=(64,), dtype="bfloat16", target=Target.parse("sm_90a"), **facts)
+    for name, ue8m0 in (("blocks", False), ("blocks ue8m0", True)):
+        yield f"w8a8 quantizer of {name} sm_90a m=64", partial(op.quantizers, K, **own, ue8m0=ue8m0)
 
 
 def _w4a8() -> Calls:

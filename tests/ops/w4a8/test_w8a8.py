@@ -9,9 +9,10 @@ from terrazzo.layouts import Fragment, get_instance
 from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import quantized, w8a8
-from terrazzo.ops.linear.bytes import direct, multistage
+from terrazzo.ops.linear.bytes import direct, direct_tokens, multistage
 from terrazzo.ops.quantized import QuantizedActivations
 from terrazzo.ops.w4a8.w8a8 import activations, op, reference, torch_op
+from terrazzo.schedules import linear_spaces
 
 KINDS = {
     "int8": {},
@@ -248,6 +249,29 @@ def test_another_layout_is_refused():
     w = dataclasses.replace(w8a8.pack(WEIGHT, torch.ones(64)), layout="int8:another")
     with pytest.raises(LayoutMismatchError):
         w.check_layout(w.expected_layout())
+
+
+def test_blocks_of_wide_batches_have_tokens_as_the_a_operand():
+    target = Target.parse("sm_90a")
+    facts = dict(numerics="block", out_dtype="bfloat16", bias=False, target=target)
+    names = {m: op.plan(m, 6144, 4096, **facts).request.name for m in (16, 64, 1024, 4096)}
+    assert names == {16: "w8a8.stream_k", 64: "w8a8.stream_k", 1024: "w8a8.direct_tokens", 4096: "w8a8.direct_tokens"}
+    space = linear_spaces.of(op.problem(6144, 4096, "block", "bfloat16"))
+    program, schedule = space.heuristic(target, 4096)
+    assert space.revive(program, schedule.params(), target, 4096) == (schedule, "")
+    assert "no tile" in space.revive(program, schedule.params() | {"block_tokens": 192}, target, 4096)[1]
+    assert "no wgmma" in space.refusal(program, schedule, Target.parse("sm_89"), 4096)
+    with pytest.raises(ArgumentError, match="dequantization"):
+        direct_tokens.build(
+            target,
+            n=64,
+            k=128,
+            group=128,
+            out_dtype="float16",
+            dequantization="promoted",
+            bias=False,
+            **schedule.params(),
+        )
 
 
 def test_a_tile_is_chosen_for_every_form_and_number_of_tokens():

@@ -10,7 +10,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import find_nvcc
-from terrazzo.ops.linear.bytes import stream_k
+from terrazzo.ops.linear.bytes import direct_tokens, stream_k
 from terrazzo.ops.w4a8.w8a8 import op
 
 FACTS = dict(n=448, k=640, group=128, out_dtype="bfloat16", bias=True, raster=8, cluster=1)
@@ -20,19 +20,23 @@ CASES = {  # numerics, tokens, warpgroups, row blocks, stages, opcode
     "promoted": ("promoted", 256, 2, 1, 4, "QGMMA.64x128x32.F32.E4M3.E4M3"),
     "promoted, two row blocks": ("promoted", 128, 2, 2, 4, "QGMMA.64x128x32.F32.E4M3.E4M3"),
     "blocks": ("block", 128, 2, 2, 4, "QGMMA.64x128x32.F32.E4M3.E4M3"),
+    "blocks, tokens first": ("block", 128, 2, 3, 5, "QGMMA.64x192x32.F32.E4M3.E4M3"),
 }
 
 
 def request(name: str) -> KernelRequest:
     numerics, tokens, warpgroups, row_blocks, stages, _ = CASES[name]
     own = dict(block_tokens=tokens, warpgroups=warpgroups, row_blocks=row_blocks, stages=stages)
-    params = tuple((FACTS | own | {"dequantization": numerics}).items())
-    return KernelRequest("w8a8", f"{stream_k.__name__}:build", params, "sm_90a", stream_k.PASS_CONFIGS)
+    params, program = FACTS | own | {"dequantization": numerics}, stream_k
+    if name.endswith("tokens first"):
+        del params["cluster"]
+        program = direct_tokens
+    return KernelRequest("w8a8", f"{program.__name__}:build", tuple(params.items()), "sm_90a", program.PASS_CONFIGS)
 
 
 @pytest.mark.compiles
 @pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
-@pytest.mark.parametrize("name", cases(CASES, ("blocks",)))
+@pytest.mark.parametrize("name", cases(CASES, ("blocks, tokens first",)))
 def test_machine_code(name):
     report = KernelReport.read(compile_request(request(name)) / "report.json")
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
