@@ -128,7 +128,7 @@ def test_every_kernel_of_a_weight_is_known_ahead():
         more = dict(static="input_scale" in facts, zeros=facts.get("asymmetric", False))
         found = w8a8.kernel_requests(4096, 4096, codes=codes, block=block, target="sm_90a", **more)
         names = {request.name for request in found}
-        assert "w8a8.stream_k" in names and len(names) == 2, name
+        assert "w8a8.stream_k" in names and ("w8a8.direct_tokens" in names) == block and len(names) == 2 + block, name
         again = w8a8.kernel_requests(14336, 4096, codes=codes, block=block, m=16, target="sm_90a", **more)
         assert all("n" not in dict(r.params) or dict(r.params)["n"] == 0 for r in again)
 
