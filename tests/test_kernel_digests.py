@@ -39,10 +39,24 @@ def test_every_call_has_its_digests_whatever_gpu_is_here(without_records, monkey
         assert kernel_digest.select(["*"]) == chosen, gpu
 
 
+def test_a_kernel_counts_as_changed_by_what_it_is_made_of(without_records, monkeypatch, tmp_path):
+    chosen = kernel_digest.select(["rope *"])
+    label, *others = chosen
+    monkeypatch.setattr(kernel_digest, "SOURCES", tmp_path / "kernel_sources.json")
+    assert kernel_digest.changed(chosen, 0, 0) == chosen, "nothing is known"
+    known = {name: kernel_digest.made_of(request) for name, request in chosen.items()}
+    kernel_digest.SOURCES.write_text(json.dumps(known))
+    assert kernel_digest.changed(chosen, 0, 0) == {} and len(kernel_digest.changed(chosen, 1, 7)) == 1
+    kernel_digest.SOURCES.write_text(json.dumps(known | {label: "0" * 16}))
+    assert list(kernel_digest.changed(chosen, 0, 0)) == [label] and others
+
+
 @pytest.mark.slow
+@pytest.mark.random
 @pytest.mark.timeout(3600)
-def test_every_kernel_is_what_it_was():
-    tool = [sys.executable, kernel_digest.__file__]
+def test_every_kernel_is_what_it_was(seed):
+    """Those that are made of what they were are what they were: of them, some are looked at, others with each seed."""
+    tool = [sys.executable, kernel_digest.__file__, "--changed", "24", "--seed", str(seed)]
     done = subprocess.run(tool, capture_output=True, text=True, check=False)
     differ = [line for line in done.stdout.splitlines() if line.endswith("DIFFERS")]
     assert done.returncode == 0, f"{differ} {done.stderr} {REMEDY}"

@@ -1,13 +1,15 @@
 """Digests of kernels: SHA-256 of the CUDA text of some 200 requests, which prove that a change changed no kernel.
 
     python tests/tools/kernel_digest.py                  compare with tests/data/kernel_digests.json; 1 if one differs
-    python tests/tools/kernel_digest.py --write          write that file anew
+    python tests/tools/kernel_digest.py --changed 20     those whose sources changed since, and 20 others
+    python tests/tools/kernel_digest.py --write          write that file anew, and the one of sources
     python tests/tools/kernel_digest.py --only 'w4a8*'   some of them
     python tests/tools/kernel_digest.py --text FOLDER    keep the texts, to compare those that differ
     python tests/tools/kernel_digest.py --sass           print digests of the machine code, for comparing two checkouts
 
 Lowering needs TileLang, and neither nvcc nor a GPU; `--sass` needs nvcc and cuobjdump. Patterns match calls, the part
-of a label before the colon. Tuned records are left out, so that tuning changes no digest.
+of a label before the colon. Tuned records are left out, so that tuning changes no digest. What a kernel is made of has
+a name, by which the cache finds it (`KernelRequest.identity`); tests/data/kernel_sources.json has those of the digests.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import random
 import re
 import subprocess
 import sys
@@ -32,6 +35,8 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import package_version
 
 GOLDEN = Path(__file__).parents[1] / "data" / "kernel_digests.json"
+SOURCES = GOLDEN.with_name("kernel_sources.json")
+"""Label -> the first characters of the identity that the request had when its digest was last seen to hold."""
 QUICK = (
     "w4a16 sm_80 m=1",
     "w4a16 sm_80 m=512",
@@ -349,6 +354,19 @@ def _rows() -> Calls:
     yield "rope sm_90a qwen 3", partial(rope.kernel_requests, 128, **facts)
 
 
+def made_of(request: KernelRequest) -> str:
+    """Names all that can affect a kernel's text, but for TileLang."""
+    return request.identity()[:16]
+
+
+def changed(chosen: dict[str, KernelRequest], others: int, seed: int) -> dict[str, KernelRequest]:
+    """The kernels that are not made of what they were when their digests were seen to hold, and some that are."""
+    known = json.loads(SOURCES.read_text()) if SOURCES.is_file() else {}
+    same = [label for label, request in chosen.items() if known.get(label) == made_of(request)]
+    again = random.Random(seed).sample(same, min(others, len(same)))
+    return {label: request for label, request in chosen.items() if label not in same or label in again}
+
+
 def text_of(request: KernelRequest) -> str:
     """CUDA text of a kernel, lowered in this process."""
     return lowered(request).kernel_source
@@ -408,11 +426,15 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], metavar="PATTERN")
     parser.add_argument("--text", type=Path, metavar="FOLDER")
     parser.add_argument("--sass", action="store_true")
+    parser.add_argument("--changed", type=int, metavar="OTHERS", help="those of changed sources, and so many others")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of others")
     parser.add_argument("--list", action="store_true", help="print the labels alone")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     asked = parser.parse_args()
     os.environ["TERRAZZO_TUNED"] = "off"
     chosen = select(asked.only or ["*"])
+    if asked.changed is not None:
+        chosen = changed(chosen, asked.changed, asked.seed)
     if asked.list:
         print(*chosen, sep="\n")
         return 0
@@ -427,9 +449,13 @@ def main() -> int:
             asked.text.mkdir(parents=True, exist_ok=True)
             (asked.text / f"{label.replace('/', '+').replace(' ', '_')}.cu").write_text(text)
     if asked.write:
-        kernels = dict(sorted({**(golden["kernels"] if asked.only else {}), **found}.items()))
+        part = asked.only or asked.changed is not None
+        kernels = dict(sorted({**(golden["kernels"] if part else {}), **found}.items()))
         data = {"tilelang": package_version("tilelang"), "kernels": kernels}
         GOLDEN.write_text(json.dumps(data, indent=1) + "\n")
+        known = json.loads(SOURCES.read_text()) if part and SOURCES.is_file() else {}
+        known |= {label: made_of(chosen[label]) for label in found}
+        SOURCES.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
     if differ:
         print(f"{len(differ)} of {len(found)} kernels differ", file=sys.stderr)
     return 1 if differ else 0
