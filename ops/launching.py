@@ -333,7 +333,10 @@ def _pool(device: torch.device, operator: str) -> _Pool:
 
     if device not in _pools:
         if capturing(device):
-            raise CaptureError(f"the first call of {operator} on a device cannot be captured; call it once before")
+            raise CaptureError(
+                f"{operator} was never called on {device}, and a CUDA graph is being captured; call it once before the "
+                "capture"
+            )
         make = lambda: torch.zeros(STREAMS, SEMAPHORES, dtype=torch.int32, device=device)
         _pools[device] = _Pool(lasting(device, make), {}, {})
         torch.cuda.synchronize(device)  # other streams may use their slots at once

@@ -159,7 +159,7 @@ def _check_gpus(gpus: str | None, executor: str) -> None:
     if gpus in (None, "all"):
         return
     if executor == "ray" and not gpus.isdecimal():
-        raise click.UsageError("--gpus: with --executor ray a number of workers, or all")
+        raise click.UsageError(f"--gpus {gpus!r}: with --executor ray it is a number of workers, or all")
     if not all(re.fullmatch(r"\d+|(GPU|MIG)-\S+", at) for at in gpus.split(",")):
         raise click.UsageError(f"--gpus {gpus!r} names no CUDA devices: write 0,1, or all")
 

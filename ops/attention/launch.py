@@ -109,7 +109,10 @@ def semaphores(device: torch.device, count: int, capturing: bool) -> torch.Tenso
         elif spares and spares[-1].numel() >= count:
             held.append(spares.pop())
         else:
-            raise CaptureError("decode was never called with this batch; call it once before the capture")
+            raise CaptureError(
+                f"decode with {count} tiles that CTAs share was never launched on {device}, and a CUDA graph is being "
+                "captured; call it once with this batch before the capture"
+            )
     if not capturing and (not spares or spares[-1].numel() < count):
         spares.append(lasting(device, make))
         if device.type == "cuda":

@@ -267,7 +267,8 @@ def run(
     captured = capturing(q.device)
     if captured and not kernel.warm_on(q.device):
         raise CaptureError(
-            f"{chosen.request.name} for this batch was never launched; call decode once before the capture"
+            f"{chosen.request.name} for {batch} sequences of up to {longest} tokens was never launched on {q.device}, "
+            "and a CUDA graph is being captured; call it once with this batch before the capture"
         )
     y, along = kv_heads * chosen.row_groups, 1 if chosen.places else batch
     check_grid(batch, y)

@@ -96,7 +96,9 @@ class TensorFiles:
             file = member(self.folder, shard, index)
             try:
                 if file is None:
-                    raise ArgumentError("path", shard, "must be a readable safetensors file (it is not there)", "")
+                    raise ArgumentError(
+                        "path", shard, "must be a readable safetensors file (it is not there)", "find it"
+                    )
                 held[shard] = set(self._names(file))
             except ArgumentError as error:
                 broken[shard] = error.constraint

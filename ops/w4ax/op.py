@@ -289,7 +289,10 @@ def _work_lists(listed: Any, gemm: Any, target: Target, m: int, ctas: int, devic
     if key in _lists:
         return _lists[key]
     if not launching.may_keep(device):
-        raise CaptureError(f"w4ax.gemm never ran with M = {m}; call it once before the capture")
+        raise CaptureError(
+            f"w4ax.gemm with M = {m} never ran on {device}, and a CUDA graph is being captured; call it once with each "
+            "M before the capture"
+        )
     made = schedules.work_plan(listed, gemm, target, m, ctas)
     items, first, _ = schedules.work_list(made, -(-m // listed.block_tokens))
     make = lambda: [torch.tensor(rows, dtype=torch.int32, device=device) for rows in (items, first)]
