@@ -276,7 +276,7 @@ REGISTRY: tuple[Support, ...] = (
         numerics=("two_level", "block", "token", "static"),
         targets={"sm_80": "ptx-tested", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "tested"},
         notes="float weight, searched clipping; two-level scales, or one for each block; FMPQ blocks of INT4 and INT8 "
-        "activations; sm_90a: emulated on int8; experts there are compiled",
+        "activations; sm_90a: emulated on int8",
     ),
     _attention("float16", "none", "none", "none", "keys and values"),
     _attention("bfloat16", "none", "none", "none", "keys and values"),
