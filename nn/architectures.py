@@ -38,6 +38,7 @@ class Shape:
             1 / sqrt(head_dim). windows: of each layer, 0 for none. rotary_kinds: layer types with angles of their own.
         layer_types: of each layer. experts, top_k, normalize: of sparse layers; sparse: whether each layer is one.
         embedding_scale: of embeddings. tied: whether the head is the embedding.
+        biased: layers of a decoder layer that have a bias, as "self_attn.q_proj".
     """
 
     kind: str
@@ -60,6 +61,7 @@ class Shape:
     sparse: tuple[bool, ...]
     embedding_scale: float
     tied: bool
+    biased: tuple[str, ...] = ()
 
     @property
     def rotary_kinds(self) -> tuple[str, ...]:
@@ -97,6 +99,9 @@ def shape_of(config: Any) -> Shape:
             remedy = "swap its layers by hand with nn.Linear and nn.Experts"
             raise ArgumentError(name, getattr(config, name), f"must be {value!r}, as gpt-oss's experts have it", remedy)
     dense = set(get("mlp_only_layers", ()))
+    parts = "qkv" if kind == "qwen2" else "qkvo" if get("attention_bias", False) else ""
+    biased = [f"self_attn.{part}_proj" for part in parts]
+    biased += [f"mlp.{part}_proj" for part in ("gate", "up", "down") if kind == "llama" and get("mlp_bias", False)]
     step = get("decoder_sparse_step", 1)
     return Shape(
         kind=kind, vocabulary=config.vocab_size, hidden=config.hidden_size, intermediate=config.intermediate_size,
@@ -110,6 +115,7 @@ def shape_of(config: Any) -> Shape:
         normalize=kind in ("mixtral", "gpt_oss") or bool(get("norm_topk_prob", False)),
         sparse=tuple(sparse and i not in dense and (i + 1) % step == 0 for i in range(layers)),
         embedding_scale=config.hidden_size**0.5 if gemma else 1.0, tied=bool(get("tie_word_embeddings", False)),
+        biased=tuple(biased),
     )  # fmt: skip
 
 
@@ -145,6 +151,7 @@ class Builder:
             self.leftovers = Leftovers(shape.kind, names, self.root, self.head_names, shape.layers, cut)
             self.leftovers.check()
             self._check_head()
+            self._check_biases()
 
     def _root(self) -> str:
         """What stands in front of "layers.0." in the checkpoint's names, and of "embed_tokens"."""
@@ -209,6 +216,16 @@ class Builder:
         if not self.shape.tied and not any(map(self.source.has, leaves)):
             constraint = "is missing, and tie_word_embeddings is false: the model gives no logits"
             raise ArgumentError("name", "lm_head.weight", constraint, "get the missing shard, or take a causal model")
+
+    def _check_biases(self) -> None:
+        """Layers have the biases that the architecture has: without one they would be read as another model's."""
+        for index in range(self.shape.layers):
+            for part in self.shape.biased:
+                name = f"{self.root}layers.{index}.{part}.bias"
+                if not self.source.has(name):
+                    constraint = f"is missing: {part} of a {self.shape.kind} with this config has a bias"
+                    remedy = "get the missing shard, or take the checkpoint's own config.json"
+                    raise ArgumentError("name", name, constraint, remedy)
 
     @property
     def shares_head(self) -> bool:

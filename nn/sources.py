@@ -307,11 +307,11 @@ class Published(Source):
         made = []
         for leaf, part, share in (("gate_up_proj", "gate_up", shares[0]), ("down_proj", "down", shares[1])):
             order = "interleaved" if part == "gate_up" else None
-            if self.has(f"{name}.{leaf}_blocks"):
+            if any(self.has(f"{name}.{leaf}_{of}") for of in ("blocks", "scales")):
                 pack = mxfp4_fp8.pack if self.activations else mxfp4_weights.pack
                 self.quantizes_activations |= self.activations is not None
                 pairs = [(pack(one, target=self.target), None) for one in self._small(f"{name}.{leaf}", order, share)]
-            elif self.quantize is None:
+            elif self.quantize is None and self.has(f"{name}.{leaf}"):
                 raise _float_experts(own)
             else:
                 pairs = self._quantized(f"{name}.{leaf}", order, share)
@@ -323,7 +323,7 @@ class Published(Source):
     def _small(self, name: str, order: str | None, share: Share | None) -> list[Any]:
         """Canonical weights of MXFP4 experts, or what a rank keeps of each."""
         own = {part: f"{name}_{part}" for part in ("blocks", "scales", "bias")}
-        tensors = [self.read(own[part]) if part != "bias" or self.has(own[part]) else None for part in own]
+        tensors = [self.read(each) for each in own.values()]
         with weights.renamed(**own, weight_packed=own["blocks"], weight_scale=own["scales"]):
             experts = mxfp4.unpack_experts(*tensors, gate_up=order)
         if share is None:
@@ -337,16 +337,16 @@ class Published(Source):
     def _quantized(self, name: str, order: str | None, share: Share | None) -> list[tuple[Any, torch.Tensor]]:
         """(packed, float weight) of each of float experts [E, K, N], or of what a rank keeps of it."""
         values = self.float_of(name).transpose(1, 2)
-        bias = self.float_of(f"{name}_bias") if self.has(f"{name}_bias") else None
-        if values.dim() != 3 or (bias is not None and bias.shape != values.shape[:2]):
-            seen = [list(each.shape) for each in (values.transpose(1, 2), bias) if each is not None]
+        bias = self.float_of(f"{name}_bias")
+        if values.dim() != 3 or bias.shape != values.shape[:2]:
+            seen = [list(each.shape) for each in (values.transpose(1, 2), bias)]
             raise ArgumentError(name, seen, "must be [E, K, N], and its bias [E, N]", "get the checkpoint again")
         if order is not None:
-            values, bias = (None if t is None else torch.cat([t[:, 0::2], t[:, 1::2]], 1) for t in (values, bias))
+            values, bias = (torch.cat([t[:, 0::2], t[:, 1::2]], 1) for t in (values, bias))
         if (cut := _cut_of_experts(name, values.shape, share)) is not None:
             values = cut.of(values)
             alone = share.dim == 0 or share.rank == 0  # a sum over ranks has the bias once
-            bias = None if bias is None or not alone else cut.of(bias) if share.dim == 0 else bias
+            bias = None if not alone else cut.of(bias) if share.dim == 0 else bias
         found, options = [], {**self.options, **self._shared_plan(values)}
         for e, weight in enumerate(values):
             own = None if bias is None else cast(bias[e], self.dtype, f"{name}_bias")

@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from gpt_oss_folder import INNER, PROMPT, E, apart, config_of, logits, model_of, published, written  # noqa: E402
 from ranks_in_threads import together  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from terrazzo.lowering.errors import ArgumentError  # noqa: E402
 from terrazzo.nn.loading import load  # noqa: E402
 from terrazzo.ops.w4a8.mxfp4_format import PackedWeight as OnE4m3  # noqa: E402
@@ -148,6 +148,26 @@ def test_activations_that_cannot_be_are_refused_by_name(folder, asked, words):
     assert words in str(refused.value)
 
 
+LAYER = "model.layers.0"
+PARTS = [
+    *(f"{LAYER}.mlp.experts.{leaf}_proj_{of}" for leaf in ("gate_up", "down") for of in ("blocks", "scales", "bias")),
+    *(f"{LAYER}.self_attn.{part}_proj.{leaf}" for part in "qo" for leaf in ("weight", "bias")),
+    f"{LAYER}.mlp.router.weight", f"{LAYER}.mlp.router.bias", f"{LAYER}.self_attn.sinks",
+    f"{LAYER}.input_layernorm.weight", "lm_head.weight",
+]  # fmt: skip
+
+
+def test_folders_with_a_part_missing_are_refused_by_its_name(folder, tmp_path):
+    """A bias, too: without it a folder would be read as another model's."""
+    tensors = load_file(folder[0] / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder[0] / "config.json").read_text())
+    for name in PARTS:
+        save_file({other: t for other, t in tensors.items() if other != name}, tmp_path / "model.safetensors")
+        with pytest.raises(ArgumentError) as refused:
+            load(tmp_path, device="cpu")
+        assert (refused.value.argument, refused.value.value) == ("name", name)
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -158,8 +178,6 @@ def test_activations_that_cannot_be_are_refused_by_name(folder, asked, words):
     ],
 )
 def test_folders_that_do_not_fit_are_refused_by_name(folder, tmp_path, change, named):
-    from safetensors.torch import load_file
-
     path, _ = folder
     stated, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
     if change == "swiglu_limit":

@@ -11,7 +11,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from safetensors.torch import save_file  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from terrazzo.lowering.errors import ArgumentError  # noqa: E402
 from terrazzo.nn.loading import load  # noqa: E402
 from terrazzo.ops.w4a8 import format as w4a8_format  # noqa: E402
@@ -202,11 +202,23 @@ def test_published_folders_are_loaded_as_what_they_mean(tmp_path, kind):
     assert off < (0.02 if KINDS[kind][1] in sixteen else 0.15), off
 
 
+@pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
+def test_a_layer_with_a_tensor_missing_or_cut_is_refused_by_name(tmp_path, kind):
+    folder(tmp_path, kind)
+    held, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp.up_proj"
+    for one in [each for each in held if each.startswith(f"{name}.weight")]:
+        for without in (True, False):
+            rest = {other: t for other, t in held.items() if other != one}
+            if not without:
+                rest[one] = held[one][:-1].clone() if held[one].ndim else torch.tensor(float("nan"))
+            save_file(rest, tmp_path / "model.safetensors")
+            with pytest.raises(ArgumentError, match=name):
+                load(tmp_path, device="cpu")
+
+
 def test_joined_layers_of_unlike_orders_are_refused_by_name(tmp_path):
     """Act-order with an order for each of q, k and v: one product has one order of x."""
     folder(tmp_path, "gptq_act_order")
-    from safetensors.torch import load_file
-
     held = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.self_attn.k_proj.g_idx"
     held[name] = held[name].flip(0).contiguous()
