@@ -1,8 +1,9 @@
-"""Plots of a result file: `python -m benchmarks.plot [FILE ...]` writes a PNG and an SVG beside each."""
+"""Plots of a result file: `python -m benchmarks.plot [FILE ...]` writes an SVG beside each."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -13,15 +14,15 @@ from benchmarks import report, tables, w4a8_ablation
 from benchmarks.readme import LINEAR
 
 INK, GRID = "#22303C", "#DADFE3"
-OURS, RIVALS = "#A83E26", ("#3F77A8", "#BF8336", "#4E9160", "#9C5E8C", "#6A7783")
+OURS, RIVALS = "#A83E26", ("#3F77A8", "#BF8336", "#4E9160", "#9C5E8C", "#6A7783", "#1F9AA0", "#C2A500", "#7A5236")
 BARS = ("#8A949C", "#BF8336", "#D9B56C", "#9CB7D3", "#3F77A8", "#4E9160", "#A83E26", "#9C5E8C")
 
 
-def draw(result: Mapping[str, Any], path: Path) -> list[Path]:
+def draw(result: Mapping[str, Any], path: Path) -> Path:
     """Left: geometric mean of the speed-up over cuBLAS f16 by M, peers and goals beside it. Right: each shape of ours.
 
     Returns:
-        The files written, `path` with the suffixes .png and .svg.
+        The file written, `path` with the suffix .svg.
 
     Raises:
         ValueError: no row has both a time and a baseline.
@@ -36,7 +37,7 @@ def draw(result: Mapping[str, Any], path: Path) -> list[Path]:
     wanted = report.goals_of(result)
     goals = [m for m in ms if m in wanted]
     means.plot(goals, [wanted[m] for m in goals], "_", color=INK, markersize=16, label="goal")
-    for name, color in zip(report.peer_names(result), RIVALS):
+    for name, color in zip(report.peer_names(result), itertools.cycle(RIVALS)):
         table = report.speedups(result, name)
         means.plot(list(table), list(table.values()), "o-", color=color, markersize=4, linewidth=1.2, label=name)
     means.plot(ms, list(ours.values()), "o-", color=OURS, linewidth=2.2, label="terrazzo")
@@ -63,7 +64,7 @@ def draw(result: Mapping[str, Any], path: Path) -> list[Path]:
     return _write(figure, title, path)
 
 
-def draw_pipelines(result: Mapping[str, Any], path: Path) -> list[Path]:
+def draw_pipelines(result: Mapping[str, Any], path: Path) -> Path:
     """LiquidGEMM's figure 13 of a file of `w4a8_ablation`: by M, bars of the speed-up over `basic` with vadd4.
 
     Returns, Raises:
@@ -82,7 +83,7 @@ def draw_pipelines(result: Mapping[str, Any], path: Path) -> list[Path]:
     return _write(figure, title, path)
 
 
-def draw_decode(result: Mapping[str, Any], path: Path) -> list[Path]:
+def draw_decode(result: Mapping[str, Any], path: Path) -> Path:
     """Of a file of `attention_ablation`: by format and new tokens, bars of the time of each variant over ours.
 
     Returns, Raises:
@@ -127,11 +128,10 @@ def _pyplot() -> Any:
     return matplotlib.pyplot
 
 
-def _write(figure: Any, title: str, path: Path) -> list[Path]:
+def _write(figure: Any, title: str, path: Path) -> Path:
     figure.suptitle(title, fontsize=11, color=INK)
-    written = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
-    figure.savefig(written[0], dpi=144, metadata={"Software": None})
-    figure.savefig(written[1], metadata={"Date": None})
+    written = path.with_suffix(".svg")
+    figure.savefig(written, metadata={"Date": None})
     _pyplot().close(figure)
     return written
 
@@ -140,7 +140,7 @@ ABLATIONS = {"ablation_w4a8": draw_pipelines, "attention_ablation": draw_decode}
 """What the names of other result files begin with -> their plot."""
 
 
-def kind_of(path: Path) -> Callable[[Mapping[str, Any], Path], list[Path]]:
+def kind_of(path: Path) -> Callable[[Mapping[str, Any], Path], Path]:
     """What draws a file."""
     return next((draws for start, draws in ABLATIONS.items() if path.name.startswith(f"{start}_")), draw)
 
@@ -153,8 +153,7 @@ def main(argv: list[str] | None = None) -> int:
         draws = kind_of(path)
         try:
             result = json.loads(path.read_text()) if draws is draw_decode else report.load(path)
-            for written in draws(result, path):
-                print(written)
+            print(draws(result, path))
         except (ValueError, OSError) as error:
             print(f"benchmarks.plot: {error}", file=sys.stderr)
             return 2

@@ -209,8 +209,8 @@ def test_figures_come_from_the_files(monkeypatch, tmp_path, result):
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     assert "No result file" in readme.figures()
     (tmp_path / "w4a16_h200.json").write_text(json.dumps(result))
-    (tmp_path / "w4a16_h200.png").write_bytes(b"")
-    assert "3.46x" in readme.figures() and "![speed-up by M](w4a16_h200.png)" in readme.figures()
+    (tmp_path / "w4a16_h200.svg").write_bytes(b"")
+    assert "3.46x" in readme.figures() and "![speed-up by M](w4a16_h200.svg)" in readme.figures()
 
 
 def test_plots(tmp_path, result):
@@ -218,7 +218,6 @@ def test_plots(tmp_path, result):
     path = tmp_path / "w4a16_h200.json"
     path.write_text(json.dumps(result))
     assert plot.main([str(path)]) == 0
-    assert path.with_suffix(".png").stat().st_size > 10_000
     assert "<svg" in path.with_suffix(".svg").read_text()
     path.write_text(json.dumps({**result, "rows": []}))
     assert plot.main([str(path)]) == 2
@@ -470,7 +469,7 @@ def test_tables_of_other_results(monkeypatch, tmp_path, result):
     path = tmp_path / "attention_ablation_h200.json"
     pytest.importorskip("matplotlib")
     assert plot.main([str(path)]) == 0 and "<svg" in path.with_suffix(".svg").read_text()
-    assert "![the table as bars](attention_ablation_h200.png)" in attention()
+    assert "![the table as bars](attention_ablation_h200.svg)" in attention()
     path.write_text(json.dumps({**result, "rows": [parts[0] | {"us": None}]}))
     assert plot.main([str(path)]) == 2
     assert "512 new after 3584 | `int4/int4` | fresh | 100 | 321 | 0.90x |" in attention()
