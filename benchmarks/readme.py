@@ -19,8 +19,14 @@ from pathlib import Path
 from benchmarks import choice, headline, kv_choice, report, shared_records, tables
 
 ROOT = Path(__file__).parents[1]
-LINEAR = ("w4a16", "w4a8", "w4afp8", "w4ax")
-"""Result files of linear layers, in the order of docs/results.md."""
+LINEAR = {"w4a16": "W4A16", "w4a8": "W4A8", "w4afp8": "W4A8 on e4m3", "w4ax": "W4Ax"}
+"""Result files of linear layers -> heading, in the order of docs/results.md."""
+LAYERS = {
+    "layer_kernels_*.json": "Kernels between products",
+    "grouped_*.json": "Experts",
+    "ablation_w4a8_*.json": "Pipelines of W4A8",
+}
+"""The same of other files."""
 PICTURES = ("w4a16", "w4a8_wgmma", "kv2_wgmma")
 """Layouts that docs/layouts.md explains, each in a docs/layout_<instance>.svg."""
 
@@ -57,13 +63,17 @@ def operators() -> str:
 def figures() -> str:
     """One table for each result file, with the plot that belongs to it."""
     parts = []
-    for path in (path for op in LINEAR for path in report.files(op)):
-        source = path.relative_to(ROOT).as_posix()
-        result = report.load(path)
-        if report.timed(result):
-            parts.append(report.summary_markdown(result, source))
-        parts += picture(path, "speed-up by M")
-    parts += tables_of(tables.LAYERS)
+    for op, heading in LINEAR.items():
+        found = []
+        for path in report.files(op):
+            result = report.load(path)
+            if report.timed(result):
+                found.append(report.summary_markdown(result, path.relative_to(ROOT).as_posix()))
+            found += picture(path, "speed-up by M")
+        parts += [f"### {heading}", *found] * bool(found)
+    for pattern, heading in LAYERS.items():
+        found = tables_of({pattern: tables.LAYERS[pattern]})
+        parts += [f"### {heading}", *found] * bool(found)
     return "\n\n".join(parts) or "No result file is in benchmarks/results yet; `make bench` writes one on a GPU."
 
 

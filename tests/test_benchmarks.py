@@ -23,6 +23,7 @@ from benchmarks import (
     plot,
     readme,
     report,
+    tables,
     w4a8,
     w4a8_ablation,
     w4a8_quantizer,
@@ -210,6 +211,8 @@ def test_figures_come_from_the_files(monkeypatch, tmp_path, result):
     assert "No result file" in readme.figures()
     (tmp_path / "w4a16_h200.json").write_text(json.dumps(result))
     (tmp_path / "w4a16_h200.svg").write_bytes(b"")
+    assert readme.figures().startswith("### W4A16\n\nW4A16 on one") and "### W4A8" not in readme.figures()
+    assert set(readme.LAYERS) == set(tables.LAYERS)
     assert "3.46x" in readme.figures() and "![speed-up by M](w4a16_h200.svg)" in readme.figures()
 
 
