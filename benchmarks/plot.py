@@ -36,16 +36,18 @@ def draw(result: Mapping[str, Any], path: Path) -> Path:
     ms = list(ours)
     wanted = report.goals_of(result)
     goals = [m for m in ms if m in wanted]
-    means.plot(goals, [wanted[m] for m in goals], "_", color=INK, markersize=16, label="goal")
+    if goals:
+        means.plot(goals, [wanted[m] for m in goals], "_", color=INK, markersize=16, label="goal")
     for name, color in zip(report.peer_names(result), itertools.cycle(RIVALS)):
         table = report.speedups(result, name)
         means.plot(list(table), list(table.values()), "o-", color=color, markersize=4, linewidth=1.2, label=name)
     means.plot(ms, list(ours.values()), "o-", color=OURS, linewidth=2.2, label="terrazzo")
     means.set_title(f"geometric mean over {len({(r['n'], r['k']) for r in rows})} shapes", fontsize=10)
     means.set_ylabel("speed-up over cuBLAS f16")
-    for index, (n, k) in enumerate(dict.fromkeys((row["n"], row["k"]) for row in rows)):
+    sizes = list(dict.fromkeys((row["n"], row["k"]) for row in rows))
+    for index, (n, k) in enumerate(sizes):
         own = [row for row in rows if (row["n"], row["k"]) == (n, k)]
-        shade = plt.get_cmap("viridis")(index / 12)
+        shade = plt.get_cmap("viridis")(0.95 * index / max(1, len(sizes) - 1))
         ratios = [row["peers"][report.BASELINE] / row["us"] for row in own]
         shapes.plot([row["m"] for row in own], ratios, ".-", color=shade, linewidth=1, label=f"{n} x {k}")
     shapes.set_title("each shape (N x K)", fontsize=10)

@@ -221,7 +221,11 @@ def test_plots(tmp_path, result):
     path = tmp_path / "w4a16_h200.json"
     path.write_text(json.dumps(result))
     assert plot.main([str(path)]) == 0
-    assert "<svg" in path.with_suffix(".svg").read_text()
+    text = path.with_suffix(".svg").read_text()
+    assert "<svg" in text and "<!-- goal -->" in text
+    path.write_text(json.dumps({**result, "gpu": "NVIDIA H100 80GB HBM3"}))
+    assert not report.goals_of(report.load(path)) and plot.main([str(path)]) == 0
+    assert "<!-- goal -->" not in path.with_suffix(".svg").read_text()
     path.write_text(json.dumps({**result, "rows": []}))
     assert plot.main([str(path)]) == 2
     path = tmp_path / "ablation_w4a8_h200.json"
