@@ -40,10 +40,12 @@ bfloat16 with routing."""
 RUNS: dict[str, dict[str, Any]] = {
     "ours": dict(shape="small-llama", weights="w4a16", plugin=True),
     "marlin": dict(shape="small-llama", weights="w4a16", linear_backend="marlin", enforce_eager=True),
+    "exact8": dict(shape="small-qwen3-moe", written="w4a8", exact=True, dtype="bfloat16", enforce_eager=True),
     "w4a8": dict(shape="small-llama", weights="w4a8", plugin=True, enforce_eager=True),
     "e4m3": dict(shape="small-llama", weights="w4a8-e4m3", dtype="bfloat16", plugin=True, enforce_eager=True),
     "whole": dict(shape="small-llama", written="w4a16", plugin=True),
     "experts": dict(shape="small-qwen3-moe", written="w4a16", dtype="bfloat16", plugin=True),
+    "experts8": dict(shape="small-qwen3-moe", written="w4a8", dtype="bfloat16", plugin=True),
     "exact": dict(shape="small-qwen3-moe", written="w4a16", exact=True, dtype="bfloat16", enforce_eager=True),
 }
 """`weights`: of a config alone; `written`: key of `vllm_folders.CONFIGS`, `exact` the float model that it means."""
@@ -132,10 +134,13 @@ def test_eight_bit_activations_are_near(engines, name, operator):
     assert f"TerrazzoLinearKernel {operator}" in eight["kernels"].values()
 
 
-def test_experts_are_those_of_the_float_model(engines):
+@pytest.mark.parametrize(
+    ("name", "floats", "tie", "share"), [("experts", "exact", ROUTED, FEW), ("experts8", "exact8", QUANTIZED, 0.0)]
+)
+def test_experts_are_those_of_the_float_model(engines, name, floats, tie, share):
     """4-bit ones beside bfloat16 ones of the same values, which vLLM multiplies by Triton."""
-    ours, exact = engines.take("experts", "exact")
-    compare(ours, exact, ROUTED, ROUTED, FEW)
+    ours, exact = engines.take(name, floats)
+    compare(ours, exact, tie, tie, share)
     layers = SHAPES["small-qwen3-moe"]["num_hidden_layers"]
     assert list(ours["kernels"].values()).count("TerrazzoExpertsMethod") == layers
 
