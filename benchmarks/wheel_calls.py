@@ -93,8 +93,10 @@ def experts_of(form: str, device: str, sizes: Sizes) -> Any:
     from terrazzo import nn
 
     count, hidden, inner = sizes.experts
-    gate_up = torch.randn(count, 2 * inner, hidden, device=device)
-    return nn.Experts.from_float(gate_up, torch.randn(count, hidden, inner, device=device), form)
+    # what float16 holds behind two products and a gate
+    gate_up = torch.randn(count, 2 * inner, hidden, device=device) * hidden**-0.5
+    down = torch.randn(count, hidden, inner, device=device) * inner**-0.5
+    return nn.Experts.from_float(gate_up, down, form)
 
 
 def requests(name: str, target: Any, sizes: Sizes = SMALL) -> list[Any]:
@@ -105,7 +107,7 @@ def requests(name: str, target: Any, sizes: Sizes = SMALL) -> list[Any]:
     kind, _, form = name.partition(" ")
     if kind in ("linear", "other"):
         layer = layer_of(form, "cpu", sizes.n if kind == "linear" else sizes.other, sizes.k)
-        return kernel_requests(layer, list(TOKENS), dtype=_dtype(), target=target)
+        return kernel_requests(layer, list(_tokens(kind)), dtype=_dtype(), target=target)
     if kind == "experts":
         found = kernel_requests(experts_of(form, "cpu", sizes), list(TOKENS), dtype=_dtype(), target=target)
         quant = {"w4a8-g128": "int8"}.get(form)  # of what stands between the two products
@@ -115,7 +117,7 @@ def requests(name: str, target: Any, sizes: Sizes = SMALL) -> list[Any]:
         facts = dict(heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype="float16")
         return attention.kernel_requests(form, form, **facts, target=target, prefill=True)
     facts = dict(m=list(TOKENS), dtype="float16", target=target)
-    found = norm.kernel_requests(sizes.k, **facts) + activation.kernel_requests(sizes.gate, **facts)
+    found = norm.kernel_requests(sizes.k, residual=False, **facts) + activation.kernel_requests(sizes.gate, **facts)
     return found + rope.kernel_requests(HEAD_DIM, dtype="float16", target=target)
 
 
@@ -128,7 +130,7 @@ def calls(name: str, sizes: Sizes) -> Calls:
     rows = lambda m, k: torch.randn(m, k, device="cuda").half()
     if kind in ("linear", "other"):
         layer = layer_of(form, "cuda", sizes.n if kind == "linear" else sizes.other, sizes.k)
-        return [(f"{m} tokens", partial(layer, rows(m, sizes.k))) for m in TOKENS]
+        return [(f"{m} tokens", partial(layer, rows(m, sizes.k))) for m in _tokens(kind)]
     if kind == "experts":
         experts, made = experts_of(form, "cuda", sizes), []
         for m in TOKENS:
@@ -153,7 +155,10 @@ def _attention(form: str) -> Calls:
     import torch
     from terrazzo.ops import attention
 
-    cache = attention.KVCache(form, form, kv_heads=KV_HEADS, head_dim=HEAD_DIM, pages=8, page_size=128, device="cuda")
+    scales = torch.ones(KV_HEADS, HEAD_DIM, device="cuda") * 0.1
+    static = dict(k_static=scales, v_static=scales) if form == "fp8" else {}
+    facts = dict(kv_heads=KV_HEADS, head_dim=HEAD_DIM, pages=8, page_size=128, device="cuda")
+    cache = attention.KVCache(form, form, **facts, **static)
     sequence = cache.new()
     heads = lambda tokens, count: torch.randn(*tokens, count, HEAD_DIM, device="cuda").half()
     q, k, v = (heads((PROMPT,), count) for count in (HEADS, KV_HEADS, KV_HEADS))
@@ -170,6 +175,11 @@ def _attention(form: str) -> Calls:
 
     return [("prefill", lambda: prompt.prefill(q, 0, k=k, v=v)), ("store", lambda: prompt.store(k, v, 0)),
             ("append", append), ("decode", decode)]  # fmt: skip
+
+
+def _tokens(kind: str) -> tuple[int, ...]:
+    """Of a layer; one token of a size that no model has may need a kernel whose CTAs add their sums in pairs."""
+    return tuple(m for m in TOKENS if m > 1) if kind == "other" else TOKENS
 
 
 def _dtype() -> Any:

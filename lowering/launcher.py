@@ -55,18 +55,25 @@ extern "C" const char terrazzo_image[] __attribute__((visibility("hidden")));
 // The driver is loaded at the first launch, so that a kernel can be loaded and inspected where there is none.
 #define DRIVER_FUNCTIONS(F) F(cuDevicePrimaryCtxRetain) F(cuCtxGetCurrent) F(cuCtxSetCurrent) F(cuModuleLoadData) \
   F(cuModuleGetFunction) F(cuFuncSetAttribute) F(cuLaunchKernelEx) F(cuTensorMapEncodeTiled) F(cuGetErrorName)
-#define DECLARE(name) decltype(&::name) name = nullptr;
-#define RESOLVE(name) if (!(name = (decltype(name))dlsym(library, #name))) missing = #name;
+#define DECLARE(name) decltype(&::name) name;
+#define RESOLVE(name) if (!(the_driver.name = (decltype(the_driver.name))dlsym(library, #name))) missing = #name;
 struct Driver {
-  const char *missing = nullptr;
+  const char *missing;
   DRIVER_FUNCTIONS(DECLARE)
-  Driver() {
-    void *library = dlopen("libcuda.so.1", RTLD_NOW);
-    if (!library) { missing = "libcuda.so.1"; return; }
-    DRIVER_FUNCTIONS(RESOLVE)
-  }
 };
-const Driver &driver() { static const Driver instance; return instance; }
+Driver the_driver;
+void find_driver() {
+  const char *&missing = the_driver.missing;
+  void *library = dlopen("libcuda.so.1", RTLD_NOW);
+  if (!library) { missing = "libcuda.so.1"; return; }
+  DRIVER_FUNCTIONS(RESOLVE)
+}
+// Not a local static: its guard is of the C++ library, which some compilers put into each kernel, 65 KB of it.
+const Driver &driver() {
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  pthread_once(&once, find_driver);
+  return the_driver;
+}
 
 template <class... Values>
 int fail(const char *kind, const char *format, Values... values) {

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
-from terrazzo.lowering.targets import Target
+from terrazzo.lowering.targets import TARGET_NAMES, Target
 from terrazzo.ops import model_requests
 from terrazzo.ops.model_requests import Plan, Serving, Weights
 from terrazzo.ops.registry import REGISTRY
@@ -58,16 +59,23 @@ PARTS = (
 
 
 def published(target: Target) -> Plan:
-    """The kernels of the wheel of a target, each once, and the packed layouts that they read. Kernels that stand in for
-    others are among them: so weights of other sizes are served, too."""
+    """The kernels of the wheel of a target's architecture, each once, and the packed layouts that they read. Each
+    device of the architecture has its own choice of schedules. Kernels that stand in for others are among them: so
+    weights of other sizes are served, too."""
     made = Plan()
-    for part in PARTS:
-        if runs(part.operator, target):
-            for plan in plans(part, target):
+    for device, part in product(devices(target), PARTS):
+        if runs(part.operator, device):
+            for plan in plans(part, device):
                 made.requests |= plan.requests
                 made.layouts |= plan.layouts
     made.requests |= dict.fromkeys(filter(None, map(op.stand_in, list(made.requests))))
     return made
+
+
+def devices(target: Target) -> list[Target]:
+    """Those that are known of a target's architecture."""
+    known = map(Target.parse, TARGET_NAMES)
+    return list(dict.fromkeys(device for device in known if device.arch == target.arch))
 
 
 def runs(operator: str, target: Target) -> bool:

@@ -30,14 +30,16 @@ if TYPE_CHECKING:
 _SHAPED = 16
 """Tokens of a tile of stream_k whose kernels keep their shape: without one they took 2 %, up to 5 % (H100). Those
 without a shape stand in until they are compiled."""
-_ANY_SHAPE = {"u4": 4, "fp8": 2}
-"""Formats whose kernels of more tokens have no shape, and up to how many warpgroups: three of FP8 took 1 %, up to 8 %.
-What it costs other formats was not measured."""
+_SHAPED_WARPGROUPS = {"u4": (), "fp8": (3,)}
+"""Formats whose kernels of more tokens have no shape, but for tiles of so many warpgroups: three of FP8 took 1 %, up to
+8 %, others 4 % at most."""
 
 
 def has_shape(weight: str, schedule: stream_k.StreamK) -> bool:
     """Whether stream_k's kernel for a format and a schedule is made for one [n, k]."""
-    return schedule.block_tokens <= _SHAPED or schedule.warpgroups > _ANY_SHAPE.get(weight, 0)
+    if weight not in _SHAPED_WARPGROUPS or schedule.block_tokens <= _SHAPED:
+        return True
+    return schedule.warpgroups in _SHAPED_WARPGROUPS[weight]
 
 
 @lru_cache(maxsize=1024)

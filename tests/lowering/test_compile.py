@@ -226,6 +226,12 @@ def test_a_folder_that_cannot_be_written_is_not_the_compilers_fault(tmp_path, mo
         compiler.compile_into(request_for("scale"), tmp_path / "gone")
 
 
+def test_a_kernel_needs_nothing_of_the_cpp_library(compiled):
+    """Where only the static one is installed, each kernel would hold 65 KB of it."""
+    text = (compiled(request_for("scale")) / "kernel.so").read_bytes()
+    assert not [name for name in (b"libstdc++", b"__cxa_guard", b"__cxa_throw", b"__cxxabiv1") if name in text]
+
+
 NAMES = ["$(touch ran)", "`touch ran`", 'a "quoted" name', "it's", "back\\slash", "a line\nbreak", "; touch ran"]
 NAMES += [os.fsdecode(b"\xff\xfe")]
 

@@ -27,10 +27,23 @@ def test_what_stands_between_linear_layers_comes_with_them():
     assert set(ready.ALONG) <= families and not families & set(ready.LEFT_OUT)
 
 
+def test_each_device_of_the_architecture_finds_its_choice(monkeypatch):
+    part = Part("w4a16", ("llama-3.2-1b",), (128,), ("float16",), symmetric=True)
+    monkeypatch.setattr(ready, "PARTS", (part,))
+    held = set(ready.published(SM_90A).requests)
+    names = [device.name for device in ready.devices(SM_90A)]
+    assert {"NVIDIA H200", "NVIDIA H100 80GB HBM3"} == set(names) and len(names) == 2
+    for device in ready.devices(SM_90A):
+        (plan,) = ready.plans(part, device)
+        assert set(plan.requests) <= held
+    assert {request.target.arch for request in held} == {"sm_90a"}
+
+
 def test_kernels_that_stand_in_for_others_are_in_the_wheel(monkeypatch):
     part = Part("w4a16", ("llama-3.2-1b",), (128,), ("float16",))
     monkeypatch.setattr(ready, "PARTS", (part,))
     (plan,) = ready.plans(part, SM_90A)
+    monkeypatch.setattr(ready, "devices", lambda target: [target])
     more = set(ready.published(SM_90A).requests) - set(plan.requests)
     assert {request.name for request in more} == {"w4a16.stream_k", "w4a16.small_batch"}
     assert all(dict(request.params)["n"] == 0 for request in more)
@@ -59,6 +72,7 @@ def test_the_command_takes_the_published_wheel_where_nothing_is_named(monkeypatc
     part = Part("attention", ("llama-3.2-1b",), dtypes=("float16",), kv=(("int4", "int4"),))
     monkeypatch.setattr(ready, "PARTS", (part, part))
     (plan,) = ready.plans(part, SM_90A)
+    monkeypatch.setattr(ready, "devices", lambda target: [target])
     assert ready.published(SM_90A).requests == plan.requests
     assert main(["compile", "--target", "sm_90a", "--wheel", str(tmp_path), "--dry-run", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
