@@ -432,7 +432,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     asked = parser.parse_args()
     os.environ["TERRAZZO_TUNED"] = "off"
-    chosen = select(asked.only or ["*"])
+    chosen = every = select(asked.only or ["*"])
     if asked.changed is not None:
         chosen = changed(chosen, asked.changed, asked.seed)
     if asked.list:
@@ -450,7 +450,10 @@ def main() -> int:
             (asked.text / f"{label.replace('/', '+').replace(' ', '_')}.cu").write_text(text)
     if asked.write:
         part = asked.only or asked.changed is not None
-        kernels = dict(sorted({**(golden["kernels"] if part else {}), **found}.items()))
+        calls = {label.partition(":")[0] for label in every}  # a call may take other kernels than before
+        stays = lambda label: part and (label in every or label.partition(":")[0] not in calls)
+        kept = {label: digest for label, digest in golden["kernels"].items() if stays(label)}
+        kernels = dict(sorted({**kept, **found}.items()))
         data = {"tilelang": package_version("tilelang"), "kernels": kernels}
         GOLDEN.write_text(json.dumps(data, indent=1) + "\n")
         known = json.loads(SOURCES.read_text()) if part and SOURCES.is_file() else {}
