@@ -42,14 +42,23 @@ def _measured(row: Mapping[str, Any]) -> tuple[tuple | None, tuple[float, str]]:
     """Size of a row's problem, None without a peer, and (microseconds, name) of that."""
     peers = {name: _time(us) for name, us in (row.get("peers") or {}).items()}
     if "experts" in row and "torch_bf16" in row:
-        return ("grouped", row["experts"], row["n"], row["k"], row["m"]), (_time(row["torch_bf16"]), "torch_bf16")
+        return ("grouped", *_counts(row, "experts", "n", "k", "m")), (_time(row["torch_bf16"]), "torch_bf16")
     if "cublas_f16" in peers and "n" in row:
-        return ("linear", row["n"], row["k"], row["m"]), (peers["cublas_f16"], "cublas_f16")
+        return ("linear", *_counts(row, "n", "k", "m")), (peers["cublas_f16"], "cublas_f16")
     if row.get("op") == "attention_decode" and peers:
-        pairs, rows = row["batch"] * row["kv_heads"], row["q_len"] * row["q_heads"] // row["kv_heads"]
+        batch, kv_heads, q_len, q_heads = _counts(row, "batch", "kv_heads", "q_len", "q_heads")
         best = min((us, name) for name, us in peers.items())
-        return ("decode", row["head_dim"], rows, row["kv_len"], pairs), best
+        head_dim, kv_len = _counts(row, "head_dim", "kv_len")
+        return ("decode", head_dim, q_len * q_heads // kv_heads, kv_len, batch * kv_heads), best
     return None, (0.0, "")
+
+
+def _counts(row: Mapping[str, Any], *names: str) -> list[int]:
+    """Sizes of a row. A text or a list would be repeated by a product of sizes, and no error."""
+    for name in names:
+        if type(row[name]) is not int:
+            raise ValueError(f"{name} = {shown(row[name])} is no integer")
+    return [row[name] for name in names]
 
 
 def _time(value: Any) -> float:

@@ -249,6 +249,16 @@ def read_results(random: Random, cases: int) -> None:
             mutation.survives(lambda data=data: list(peers_of(data, problems, "r")))
 
 
+@pytest.mark.parametrize("value", ["8", [8], 8.0, True, None])
+@pytest.mark.parametrize("name", ["q_len", "q_heads", "kv_heads", "batch", "head_dim", "kv_len", "n", "k", "m"])
+def test_sizes_of_a_result_are_integers(name, value):
+    rows = [row | {name: value} for row in RESULT["rows"] if name in row]
+    assert rows
+    for row in rows:
+        with pytest.raises(ArgumentError, match=f"{name} = .* is no integer"):
+            list(peers_of(RESULT | {"rows": [row]}, [], "r"))
+
+
 @pytest.mark.random
 def test_damaged_results_of_benchmarks_are_refused_or_read(seed):
     read_results(Random(seed), 400)
