@@ -96,9 +96,8 @@ class TensorFiles:
             file = member(self.folder, shard, index)
             try:
                 if file is None:
-                    raise ArgumentError(
-                        "path", shard, "must be a readable safetensors file (it is not there)", "find it"
-                    )
+                    constraint = "must be a readable safetensors file (it is not there)"
+                    raise ArgumentError("path", shard, constraint, "get the shard again, into the folder of its index")
                 held[shard] = set(self._names(file))
             except ArgumentError as error:
                 broken[shard] = error.constraint
