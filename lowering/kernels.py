@@ -102,7 +102,7 @@ def _find_bundled(request: KernelRequest) -> BundledKernel | None:
     Raises:
         BundleError: the kernel of this identity is of another request there.
     """
-    bundled = _bundled.get(request.identity())
+    bundled = _bundled.get(request.identity()) if _bundled else None  # wheels know digests that identities need
     if bundled is None and not _strict:
         bundled = wheels.find(request)
     if bundled is not None and bundled.request != request:

@@ -14,6 +14,7 @@ from terrazzo.lowering import folders
 from terrazzo.lowering.bundle import fill
 from terrazzo.lowering.errors import ArgumentError, BundleError
 from terrazzo.lowering.request import KernelRequest, check_requests
+from terrazzo.lowering.sources import digests_of
 from terrazzo.lowering.toolchain import package_version
 from terrazzo.lowering.wheels import FILES, FORMAT, GROUP
 
@@ -60,7 +61,8 @@ def write_wheel(
         with folders.private_folder(folder, f".{path.name}") as private:
             content = private / module
             content.mkdir()
-            fill(content, targets[0], requests, dict(layouts or {}), FORMAT, FILES)
+            more = {"sources": digests_of(sorted({request.entry.partition(":")[0] for request in requests}))}
+            fill(content, targets[0], requests, dict(layouts or {}), FORMAT, FILES, more)
             (content / "__init__.py").write_text(f'"""Kernels of terrazzo {version} for {targets[0]}: data."""\n')
             info = private / f"{module}-{version}.dist-info"
             info.mkdir()

@@ -5,7 +5,8 @@
     entry point  [terrazzo.kernels]  sm_90a = terrazzo_kernels_sm90
 
 A wheel holds data. It is found by its entry point, and nothing of it is imported. A kernel is looked for by identity,
-so that one of other sources is never taken for it. Rights of the folder are a bundle's (docs/trust.md). The manifest is
+so that one of other sources is never taken for it. The manifest has digests of sources, which spare a terrazzo with
+the very same files the parsing of them. Rights of the folder are a bundle's (docs/trust.md). The manifest is
 read once; a kernel's bytes are compared with it when it is loaded, since a process launches few of some thousand.
 
 A wheel that cannot be used is left out with a warning that names it and the remedy: for another terrazzo or machine,
@@ -25,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from terrazzo.lowering import folders
+from terrazzo.lowering import folders, sources
 from terrazzo.lowering.bundled import BundledKernel, versions
 from terrazzo.lowering.environment import driver_version, is_older
 from terrazzo.lowering.errors import BundleError
@@ -34,7 +35,7 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import package_version
 
 GROUP = "terrazzo.kernels"
-FORMAT = "terrazzo-wheel-1"
+FORMAT = "terrazzo-wheel-2"
 FILES = (folders.LIBRARY, "report.json")
 """Of every kernel; its CUDA text stays with those who compile."""
 
@@ -120,6 +121,7 @@ def _read(name: str, version: str, path: Path, arch: str) -> KernelWheel:
         raise ValueError(
             f"it needs a driver for CUDA {driver} or newer, the one here is for CUDA {seen}; update the driver"
         )
+    sources.learn(manifest.get("sources"))
     return KernelWheel(name, version, path, target, kernels, manifest["files"], driver)
 
 

@@ -88,7 +88,7 @@ class GroupedWeight(Sharded):
         if isinstance(expert, bool) or not hasattr(expert, "__index__"):
             raise ArgumentError("expert", expert, "must be an integer", "take one expert at a time: w[0]")
         if not -len(self) <= expert < len(self):
-            raise IndexError(expert)
+            raise IndexError(f"expert {expert} is none of {len(self)}, which are from 0 to {len(self) - 1}")
         own = {name: t[expert] for name, t in weights.tensor_fields(self.stacked).items() if name in PER_EXPERT}
         return dataclasses.replace(self.stacked, **own)
 

@@ -18,8 +18,6 @@ OUTPUTS = ("none", "int8", "e4m3", "int8_block128", "e4m3_block128")
 """What rows leave as: in the dtype of x, or as codes with a scale for each token, or for each 128 columns of it."""
 FORMS = {"int8": (127, 2.0**-119), "e4m3": (448, 2.0**-117)}
 """Form of codes -> its largest, and the largest magnitude below which values count as zeros."""
-MOST_COLUMNS = 32 * 32 * 4 * VECTOR
-"""Columns of a row that a CTA holds as float32 in its registers."""
 MOST_PARTS = 8
 """CTAs of a row: a portable cluster."""
 SOURCE = """\

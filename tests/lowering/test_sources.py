@@ -1,5 +1,6 @@
 """A kernel's identity follows the text that it is built from, and nothing else."""
 
+import os
 import sys
 
 import pytest
@@ -60,8 +61,9 @@ def digest(tmp_path, monkeypatch):
 
 
 def forget():
-    for function in (sources.source_digest, sources._read, sources._modules_behind):
+    for function in (sources.source_digest, sources._read, sources._modules_behind, sources.files_digest):
         function.cache_clear()
+    sources._known.clear()
 
 
 @pytest.mark.parametrize(
@@ -196,3 +198,42 @@ def test_importing_terrazzo_reads_no_source():
     )
     assert done.returncode == 0, done.stderr
     assert sys.modules["terrazzo.lowering.sources"] is sources
+
+
+def test_digests_of_the_same_files_spare_parsing_them(digest):
+    own = digest()
+    known = sources.digests_of(["terrazzo.ops.family.program", "elsewhere.program"])
+    assert known["modules"] == {"terrazzo.ops.family.program": own}
+    forget()
+    sources.learn(known)
+    assert sources.source_digest("terrazzo.ops.family.program") == own
+    assert sources._read.cache_info().currsize == 0
+
+
+def test_digests_of_other_files_are_not_taken(digest, tmp_path):
+    module = "terrazzo.ops.family.program"
+    digest({"lowering/compiler": "LEVEL = 4"})
+    known = sources.digests_of([module])
+    own = digest()
+    forget()
+    sources.learn(known)
+    assert (
+        sources.source_digest("terrazzo.ops.family.program") == own != known["modules"]["terrazzo.ops.family.program"]
+    )
+
+
+def test_digests_are_not_taken_once_a_file_changed(digest, tmp_path):
+    own = digest()
+    known = sources.digests_of(["terrazzo.ops.family.program"])
+    forget()
+    os.utime(tmp_path / "lowering/compiler.py", ns=(1, 1))
+    sources.learn(known)
+    assert sources.source_digest("terrazzo.ops.family.program") != own
+
+
+@pytest.mark.parametrize("damaged", [None, [], {}, {"files": ""}, {"modules": []}, {"files": 1, "modules": {"a": "b"}}])
+def test_damaged_digests_are_left_alone(digest, damaged):
+    own = digest()
+    forget()
+    sources.learn(damaged)
+    assert not sources._known and sources.source_digest("terrazzo.ops.family.program") == own

@@ -15,6 +15,7 @@ from lowering_tools import needs_compiler, request_for, run_python
 from terrazzo.cli import main
 from terrazzo.lowering import folders, kernels, wheels
 from terrazzo.lowering.errors import ArgumentError, BundleError, ToolchainError
+from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import package_version
 from terrazzo.lowering.wheel_file import distribution, write_wheel
 from terrazzo.lowering.wheels import KernelWheelWarning
@@ -199,6 +200,21 @@ def test_without_a_compiler_the_error_says_why_the_wheel_was_left_out(wheel, mon
     monkeypatch.setattr(kernels, "compile_request", none)
     with pytest.warns(KernelWheelWarning), pytest.raises(ToolchainError, match="nvcc missing; .*chmod -R go-w"):
         kernels.get_kernel(SCALE)
+
+
+def test_a_wheel_spares_the_parsing_of_sources(cache_dir, tmp_path):
+    request = KernelRequest("norm", "terrazzo.ops.norm.program:build", {"k": 64}, "sm_80")
+    fake_entry(request)
+    unpack(write_wheel(tmp_path / "dist", [request]), tmp_path / "site")
+    code = f"""
+from terrazzo.lowering import kernels, sources
+from terrazzo.lowering.request import KernelRequest
+request = KernelRequest.from_dict({request.as_dict()!r})
+assert kernels.find_compiled(request).parent.parent.name == {MODULE!r}
+assert sources._read.cache_info().currsize == 0
+"""
+    ran = run_python(code, tmp_path / "site", TERRAZZO_CACHE_DIR=str(tmp_path / "empty"))
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_a_wheel_holds_kernels_of_one_target(cache_dir, tmp_path):
