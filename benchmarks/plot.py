@@ -6,11 +6,13 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report, tables, w4a8_ablation
+from benchmarks.headline import NAMES
 from benchmarks.readme import LINEAR
 
 INK, GRID = "#22303C", "#DADFE3"
@@ -86,6 +88,47 @@ def draw_pipelines(result: Mapping[str, Any], path: Path) -> Path:
 
 
 def draw_decode(result: Mapping[str, Any], path: Path) -> Path:
+    """Of a file of `attention`: by cache, bars of the speed-up over torch's fastest f16, of packages and of ours.
+
+    One new token. Keys and values are of one format, contiguous where a file has both kinds of cache. Of peers that
+    differ in their pages alone the fastest counts.
+
+    Returns, Raises:
+        As `draw`.
+    """
+    page = min((row["page"] for row in result["rows"]), default=0)
+    bars: dict[str, dict[str, float]] = {}
+    for row in result["rows"]:
+        of_torch = [us for name, us in row["peers"].items() if name.startswith("sdpa_")]
+        if not row["us"] or row["page"] != page or row["q_len"] > 1 or not of_torch:
+            continue
+        cache = f"{row['batch']} x {row['q_heads']}/{row['kv_heads']}\n{row['kv_len'] // 1024}K tokens"
+        times = [(NAMES.get(name, name), us) for name, us in row["peers"].items() if not name.startswith("sdpa_")]
+        if row["v_format"] == row["k_format"].split("_")[0]:
+            times.append((f"terrazzo {row['k_format'].replace('_', ' ')}", row["us"]))
+        for name, us in times:
+            cells = bars.setdefault(name, {})
+            cells[cache] = max(cells.get(cache, 0.0), min(of_torch) / us)
+    if not bars:
+        raise ValueError(f"{path}: no row has a time and one of torch's f16 attention")
+    figure, axes = _pyplot().subplots(figsize=(10.5, 4), layout="constrained")
+    caches = list(dict.fromkeys(cache for cells in bars.values() for cache in cells))
+    ours = [name for name in bars if name.startswith("terrazzo ")]
+    rivals = [name for name in bars if name not in ours]
+    last = [max(bars[name].values()) for name in ours]
+    ours = [name for _, name in sorted(zip(last, ours))]
+    colors = (
+        *RIVALS[: len(rivals)],
+        *_pyplot().get_cmap("OrRd")([0.3 + 0.6 * i / len(ours) for i in range(len(ours))]),
+    )
+    heights = {name: [bars[name].get(cache) for cache in caches] for name in (*rivals, *ours)}
+    _bars(axes, caches, heights, "", colors)
+    axes.set_ylabel("speed-up over torch's fastest f16")
+    title = f"Decode attention of one token, sequences x query/KV heads, on {result['gpu']}, {result['date']}"
+    return _write(figure, title, path)
+
+
+def draw_decode_parts(result: Mapping[str, Any], path: Path) -> Path:
     """Of a file of `attention_ablation`: by format and new tokens, bars of the time of each variant over ours.
 
     Returns, Raises:
@@ -103,12 +146,14 @@ def draw_decode(result: Mapping[str, Any], path: Path) -> Path:
     return _write(figure, f"{title}, {result['date']}", path)
 
 
-def _bars(axes: Any, groups: list[str], heights: Mapping[str, list[float | None]], unit: str) -> None:
+def _bars(
+    axes: Any, groups: list[str], heights: Mapping[str, list[float | None]], unit: str, colors: Sequence[Any] = BARS
+) -> None:
     """Groups of bars with their heights above them; one that is missing leaves its place empty."""
     width = 0.84 / len(heights)
     for index, (name, values) in enumerate(heights.items()):
         places = [group + (index - (len(heights) - 1) / 2) * width for group in range(len(groups))]
-        bars = axes.bar(places, [v or 0 for v in values], width * 0.94, color=BARS[index % len(BARS)], label=name)
+        bars = axes.bar(places, [v or 0 for v in values], width * 0.94, color=colors[index % len(colors)], label=name)
         texts = ["" if v is None else f"{v:.2f}{unit}" for v in values]
         axes.bar_label(bars, texts, fontsize=6, color=INK, rotation=90, padding=2)
     axes.set_xticks(range(len(groups)), groups, fontsize=8)
@@ -138,23 +183,28 @@ def _write(figure: Any, title: str, path: Path) -> Path:
     return written
 
 
-ABLATIONS = {"ablation_w4a8": draw_pipelines, "attention_ablation": draw_decode}
-"""What the names of other result files begin with -> their plot."""
+PLOTS = {
+    "ablation_w4a8_*.json": draw_pipelines,
+    "attention_ablation_*.json": draw_decode_parts,
+    "attention_h*.json": draw_decode,
+}
+"""Names of result files that are not of linear layers -> their plot."""
 
 
 def kind_of(path: Path) -> Callable[[Mapping[str, Any], Path], Path]:
     """What draws a file."""
-    return next((draws for start, draws in ABLATIONS.items() if path.name.startswith(f"{start}_")), draw)
+    return next((draws for pattern, draws in PLOTS.items() if fnmatch(path.name, pattern)), draw)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", type=Path, help="result files; default: all of benchmarks/results")
-    every = [path for op in (*LINEAR, *ABLATIONS) for path in report.files(op)]
+    every = [path for op in LINEAR for path in report.files(op)]
+    every += [path for pattern in PLOTS for path in sorted(report.RESULTS.glob(pattern))]
     for path in parser.parse_args(argv).files or every:
         draws = kind_of(path)
         try:
-            result = json.loads(path.read_text()) if draws is draw_decode else report.load(path)
+            result = report.load(path) if draws in (draw, draw_pipelines) else json.loads(path.read_text())
             print(draws(result, path))
         except (ValueError, OSError) as error:
             print(f"benchmarks.plot: {error}", file=sys.stderr)

@@ -84,7 +84,7 @@ def tables_of(makers: Mapping[str, tables.Table]) -> list[str]:
         for path in sorted(report.RESULTS.glob(pattern)):
             if tables.owner(path.name) == pattern:
                 parts.append(table(json.loads(path.read_text()), path.relative_to(ROOT).as_posix()))
-                parts += picture(path, "the table as bars")
+                parts += picture(path, "these figures as bars")
     return parts
 
 

@@ -239,6 +239,27 @@ def test_plots(tmp_path, result):
     assert plot.main([str(path)]) == 2
 
 
+def test_the_plot_of_decode_has_packages_beside_ours_and_the_faster_of_their_pages(tmp_path):
+    pytest.importorskip("matplotlib")
+    peers = {"sdpa_flash_f16": 40.0, "sdpa_cudnn_f16": 30.0, "flash_attn3_fp8": 15.0, "flash_attn3_fp8_page128": 12.0}
+    at = {"batch": 8, "q_heads": 32, "kv_heads": 8, "kv_len": 4096, "page": 0, "q_len": 1, "peers": peers}
+    rows = [
+        {**at, "k_format": "int4", "v_format": "int4", "us": 8.0},
+        {**at, "k_format": "int4", "v_format": "int4", "us": 6.0, "page": 128},
+        {**at, "k_format": "int4", "v_format": "int4", "us": 5.0, "q_len": 4},
+        {**at, "k_format": "int8", "v_format": "int4", "us": 9.0},
+    ]
+    path = tmp_path / "attention_h100.json"
+    path.write_text(json.dumps({"gpu": "NVIDIA H100", "date": "2026-11-26", "rows": rows}))
+    assert plot.main([str(path)]) == 0
+    text = path.with_suffix(".svg").read_text()
+    assert {"2.50", "3.75"} == set(re.findall(r"<!-- (\d\.\d\d) -->", text))
+    assert all(f"<!-- {word} -->" in text for word in ("FlashAttention-3 fp8", "terrazzo int4", "8 x 32/8"))
+    assert "int8" not in text
+    path.write_text(json.dumps({"gpu": "NVIDIA H100", "date": "2026-11-26", "rows": [{**rows[0], "us": None}]}))
+    assert plot.main([str(path)]) == 2
+
+
 def test_arguments():
     whole, quick = w4a16.arguments([]), w4a16.arguments(["--quick", "--m", "8,8,2"])
     assert (whole.models, whole.m) == (w4a16.MODELS, w4a16.MS)
