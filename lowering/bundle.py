@@ -117,7 +117,7 @@ def fill(
     names: Sequence[str] = folders.FILES,
     more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write kernels, files `names` of each, into an empty folder, and last a manifest of format `form` with `more`."""
+    """Write kernels, files `names` of each, into a folder, and last a manifest of format `form`; `more` goes first."""
     kernels, drivers = [], []
     for request in dict.fromkeys(requests):
         folder = private / "kernels" / request.identity()
@@ -133,7 +133,7 @@ def fill(
         kernels.append({"identity": request.identity(), "request": request.as_dict()})
     newest = max(drivers, key=lambda version: tuple(map(int, version.split("."))))
     meta = {"format": form, **versions(), "target": target, "driver": newest, "layouts": layouts, "kernels": kernels}
-    folders.write_manifest(private, {**meta, **(more or {}), "toolchain": toolchain().as_dict()}, 0o644)
+    folders.write_manifest(private, {**meta, "toolchain": toolchain().as_dict(), **(more or {})}, 0o644)
 
 
 def _replace(private: Path, path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import os
 import tempfile
 import zipfile
@@ -16,7 +17,7 @@ from terrazzo.lowering.errors import ArgumentError, BundleError
 from terrazzo.lowering.request import KernelRequest, check_requests
 from terrazzo.lowering.sources import digests_of
 from terrazzo.lowering.toolchain import package_version
-from terrazzo.lowering.wheels import FILES, FORMAT, GROUP
+from terrazzo.lowering.wheels import FILES, FORMAT, GROUP, REQUESTS
 
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # of members of the archive: equal kernels make an equal wheel
 
@@ -61,7 +62,10 @@ def write_wheel(
         with folders.private_folder(folder, f".{path.name}") as private:
             content = private / module
             content.mkdir()
-            more = {"sources": digests_of(sorted({request.entry.partition(":")[0] for request in requests}))}
+            known = {request.identity(): request.as_dict() for request in requests}
+            (content / REQUESTS).write_text(json.dumps(known))
+            modules = sorted({request.entry.partition(":")[0] for request in requests})
+            more = {"kernels": list(known), "sources": digests_of(modules)}
             fill(content, targets[0], requests, dict(layouts or {}), FORMAT, FILES, more)
             (content / "__init__.py").write_text(f'"""Kernels of terrazzo {version} for {targets[0]}: data."""\n')
             info = private / f"{module}-{version}.dist-info"

@@ -1,13 +1,16 @@
 """Wheels of ready kernels: a distribution for each architecture, `terrazzo-kernels-sm90`, which pip installs beside us.
 
-    terrazzo_kernels_sm90/manifest.json          as a bundle's: versions, target, driver, kernels, sha256 of every file
+    terrazzo_kernels_sm90/manifest.json          versions, target, driver, identities of kernels, sha256 of every file
+    terrazzo_kernels_sm90/requests.json          identity -> request
     terrazzo_kernels_sm90/kernels/<identity>/    kernel.so, report.json
     entry point  [terrazzo.kernels]  sm_90a = terrazzo_kernels_sm90
 
 A wheel holds data. It is found by its entry point, and nothing of it is imported. A kernel is looked for by identity,
-so that one of other sources is never taken for it. The manifest has digests of sources, which spare a terrazzo with
-the very same files the parsing of them. Rights of the folder are a bundle's (docs/trust.md). The manifest is
-read once; a kernel's bytes are compared with it when it is loaded, since a process launches few of some thousand.
+so that one of other sources is never taken for it. Rights of the folder are a bundle's (docs/trust.md).
+
+The first call of a process waits for what is read here, so that is little. The manifest has no requests, and digests of
+sources, which spare a terrazzo with the very same files the parsing of them. A kernel's bytes are compared with the
+manifest, and the identity in them with the request's, when it is loaded: a process launches few of some thousand.
 
 A wheel that cannot be used is left out with a warning that names it and the remedy: for another terrazzo or machine,
 one that others may write, a damaged manifest, a driver that is too old.
@@ -21,7 +24,7 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +32,6 @@ from typing import Any
 from terrazzo.lowering import folders, sources
 from terrazzo.lowering.bundled import BundledKernel, versions
 from terrazzo.lowering.environment import driver_version, is_older
-from terrazzo.lowering.errors import BundleError
 from terrazzo.lowering.folders import DistrustError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import package_version
@@ -38,6 +40,8 @@ GROUP = "terrazzo.kernels"
 FORMAT = "terrazzo-wheel-2"
 FILES = (folders.LIBRARY, "report.json")
 """Of every kernel; its CUDA text stays with those who compile."""
+REQUESTS = "requests.json"
+"""Identity -> request of every kernel, read where a kernel is not found, to say why."""
 
 
 class KernelWheelWarning(UserWarning):
@@ -50,7 +54,7 @@ class KernelWheel:
 
     Attributes:
         name, version: of the distribution. path: its folder. target: architecture.
-        kernels: identity -> request as JSON. files: path inside -> sha256.
+        kernels: their identities. files: path inside -> sha256.
         driver: the oldest CUDA version that a driver must support.
     """
 
@@ -58,7 +62,7 @@ class KernelWheel:
     version: str
     path: Path
     target: str
-    kernels: dict[str, Any] = field(repr=False)
+    kernels: frozenset[str] = field(repr=False)
     files: dict[str, str] = field(repr=False)
     driver: str
 
@@ -105,13 +109,14 @@ def _read(name: str, version: str, path: Path, arch: str) -> KernelWheel:
         for field_, expected in {"format": FORMAT, **versions()}.items():
             if manifest.get(field_) != expected:
                 raise ValueError(f"its {field_} is {str(manifest.get(field_))[:100]}, here it must be {expected}")
-        kernels = {kernel["identity"]: kernel["request"] for kernel in manifest["kernels"]}
-        folders.require_listed(manifest, [f"kernels/{identity}/{file}" for identity in kernels for file in FILES])
+        kernels = frozenset(manifest["kernels"])
+        inside = [f"kernels/{identity}/{file}" for identity in kernels for file in FILES]
+        folders.require_listed(manifest, [REQUESTS, *inside])
         target, driver = manifest["target"], manifest["driver"]
         if not re.fullmatch(r"\d{1,3}\.\d{1,2}", driver, re.ASCII):
             raise ValueError(f"{folders.MANIFEST} has no driver, but {str(driver)[:100]}")
-        if target != arch or any(request["target"] != arch for request in kernels.values()):
-            raise ValueError(f"its kernels are not all for {arch}")
+        if target != arch:
+            raise ValueError(f"its kernels are for {str(target)[:100]}, its name says {arch}")
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folders.MANIFEST} is damaged: no {error}; run `{install}`") from error
     except ValueError as error:
@@ -145,25 +150,17 @@ def forget() -> None:
 
 
 def find(request: KernelRequest) -> BundledKernel | None:
-    """The kernel of a request in an installed wheel, or None. The wheels are read at the first question.
-
-    Raises:
-        BundleError: the wheel has another request under this identity.
-    """
+    """The kernel of a request in an installed wheel, or None. The wheels are read at the first question."""
     with _lock:
         found = _installed()
         if not found.wheels:
             return None
         identity = request.identity()
         for wheel in found.wheels:
-            known = wheel.kernels.get(identity)
-            if known is None:
-                continue
-            if not folders.same_json(known, request.as_dict()):
-                raise BundleError(f"{wheel.name} has another kernel in the place of {request}; {_again(wheel)}")
-            library = f"kernels/{identity}/{folders.LIBRARY}"
-            digest, holder = wheel.files[library], f"wheel {wheel.name} in"
-            return BundledKernel(request, wheel.path, library, digest, folders.owners(), holder, _again(wheel))
+            if identity in wheel.kernels:
+                library = f"kernels/{identity}/{folders.LIBRARY}"
+                digest, holder = wheel.files[library], f"wheel {wheel.name} in"
+                return BundledKernel(request, wheel.path, library, digest, folders.owners(), holder, _again(wheel))
         _look_at_sources(request)
         return None
 
@@ -185,13 +182,24 @@ def _look_at_sources(request: KernelRequest) -> None:
     """Say so where a wheel has this request, compiled from other sources than this terrazzo's."""
     if _state.by_request is None:
         wheels = _state.found.wheels if _state.found else ()
-        _state.by_request = {_text(known): wheel for wheel in wheels for known in wheel.kernels.values()}
+        _state.by_request = {_text(known): wheel for wheel in wheels for known in _requests(wheel)}
     wheel = _state.by_request.get(_text(request.as_dict()))
     if wheel is not None:
         said = (
             f"{wheel.name} {wheel.version} was made from other sources than this terrazzo's, and {request} is left out"
         )
         _warn(wheel.name, f"{said}; {_again(wheel)}, or make one with `terrazzo compile --wheel`")
+
+
+def _requests(wheel: KernelWheel) -> Collection[Mapping[str, Any]]:
+    """What a wheel's kernels were made from; none where its file of them is not what the manifest says."""
+    try:
+        with folders.Folder(wheel.path) as folder:
+            known = folders.parse_json(folders.read_listed(folder, {"files": wheel.files}, REQUESTS))
+    except ValueError as error:
+        _warn(wheel.name, f"{wheel.name} {wheel.version} cannot say what it holds: {error}; {_again(wheel)}")
+        return ()
+    return known.values() if isinstance(known, dict) else ()
 
 
 def _warn(name: str, text: str) -> None:

@@ -68,7 +68,7 @@ def test_the_file_is_a_wheel_of_this_version_that_needs_it(file):
         assert f"Requires-Dist: terrazzo (=={VERSION})" in archive.read(f"{info}/METADATA").decode()
         record = [line.split(",") for line in archive.read(f"{info}/RECORD").decode().splitlines()]
     assert sorted(name for name, *_ in record) == sorted(names)
-    assert not [name for name in names if name.endswith("kernel.cu")] and len(names) == 2 * 2 + 6
+    assert not [name for name in names if name.endswith("kernel.cu")] and len(names) == 2 * 2 + 7
 
 
 def test_equal_kernels_make_an_equal_file(file, tmp_path):
@@ -116,9 +116,11 @@ def test_a_wheel_for_another_version_is_refused_by_name_with_the_remedy(wheel):
     (
         ("machine", "vax", "its machine is vax, here it must be .*pip install --force-reinstall"),
         ("format", "terrazzo-wheel-0", "its format is terrazzo-wheel-0"),
-        ("target", "sm_86", "its kernels are not all for sm_80"),
+        ("target", "sm_86", "its kernels are for sm_86, its name says sm_80"),
         ("kernels", 3, "is damaged: no .*pip install"),
-        ("kernels", [{"identity": "0" * 64, "request": {}}], "has no sha256 of kernels/0000"),
+        ("kernels", [{"identity": "0" * 64}], "is damaged: no .*pip install"),
+        ("kernels", ["0" * 64], "has no sha256 of kernels/0000"),
+        ("files", {}, "has no sha256 of requests.json"),
         ("driver", "new", "has no driver, but new"),
     ),
 )
@@ -168,23 +170,23 @@ def request_text(request) -> str:
     return str(request).replace("(", r"\(").replace(")", r"\)")
 
 
-def test_a_kernel_of_another_request_is_not_launched(wheel):
-    manifest = manifest_of(wheel)
-    first, second = manifest["kernels"]
-    first["request"], second["request"] = second["request"], first["request"]
-    write_manifest_of(wheel, manifest)
-    with pytest.raises(BundleError, match="has another kernel in the place of"):
-        kernels.find_compiled(SCALE)
+def test_requests_that_are_not_what_the_manifest_says_are_not_believed(wheel):
+    at = wheel / wheels.REQUESTS
+    at.write_text(at.read_text().replace("scale", "other"))
+    assert kernels.is_ready(SCALE)  # which asks for none
+    with pytest.warns(KernelWheelWarning, match="cannot say what it holds: .*requests.json has sha256 .*pip install"):
+        assert kernels.find_compiled(request_for("gemm", target="sm_86")) is None
 
 
 def test_a_wheel_of_other_sources_says_so_once(wheel):
     manifest = manifest_of(wheel)
-    for kernel in manifest["kernels"]:
-        there, other = kernel["identity"], "0" * 8 + kernel["identity"][8:]
-        kernel["identity"] = other
+    for there in list(manifest["kernels"]):
+        other = "0" * 8 + there[8:]
         shutil.move(wheel / "kernels" / there, wheel / "kernels" / other)
-        manifest["files"] = json.loads(json.dumps(manifest["files"]).replace(there, other))
+        manifest = json.loads(json.dumps(manifest).replace(there, other))
+        (wheel / wheels.REQUESTS).write_text((wheel / wheels.REQUESTS).read_text().replace(there, other))
     write_manifest_of(wheel, manifest)
+    rehash(wheel)
     match = "made from other sources than this terrazzo's, .*test.scale.*left out"
     with pytest.warns(KernelWheelWarning, match=match) as said:
         assert kernels.find_compiled(SCALE) is None and kernels.find_compiled(GEMM) is None
