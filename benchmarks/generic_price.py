@@ -32,6 +32,8 @@ TOKENS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
 GROUP = 128
 PACKED = ("w4a16", "w4a8", "w4a8_fp8")
 """Operators whose weights are random words; those of other formats are quantized."""
+BYTES = {"w8a8": ("int8", False), "w8a8-e4m3": ("e4m3", False), "w8a8-e4m3-g128": ("e4m3", True)}
+"""Formats of W8A8 -> their codes, and whether these have scales of blocks."""
 
 
 def form_of(operator: str) -> Any:
@@ -43,7 +45,9 @@ def form_of(operator: str) -> Any:
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.generic_price", description=__doc__.splitlines()[0])
-    parser.add_argument("--op", default="w4a16", help="comma-separated: w4a16, w4a8, w4a8_fp8, or formats of 16-bit x")
+    parser.add_argument(
+        "--op", default="w4a16", help="comma-separated: w4a16, w4a8, w4a8_fp8, or formats of 16-bit x or W8A8"
+    )
     parser.add_argument("--m", help="comma-separated numbers of tokens")
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of the shapes")
     parser.add_argument("--budget-ms", type=float, default=20.0, help="GPU time of one measurement")
@@ -54,8 +58,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     options.op = options.op.split(",")
     for name in options.op:
-        if name not in PACKED and not form_of(name).weight_format:
-            parser.error(f"--op: {name} is no format of 16-bit activations")
+        if name not in (*PACKED, *BYTES) and not form_of(name).weight_format:
+            parser.error(f"--op: {name} is no format of 16-bit activations, and none of {', '.join(BYTES)}")
     options.m = tuple(int(m) for m in options.m.split(",")) if options.m else TOKENS
     return options
 
@@ -72,6 +76,12 @@ def pairs(options: argparse.Namespace, target: Any) -> Iterator[tuple[str, int, 
 
 def _plan(operator: str, m: int, n: int, k: int, target: Any) -> Any:
     """What the operator launches."""
+    if operator in BYTES:
+        from terrazzo.ops.w4a8.w8a8 import op as w8a8_op
+
+        numerics = w8a8_op.numerics_of(*BYTES[operator], False, "auto")
+        facts = dict(bias=False, target=target, device=target)
+        return w8a8_op.plan(m, n, k, numerics=numerics, out_dtype="float16", **facts)
     facts = dict(group_size=GROUP, bias=False, target=target, device=target)
     if not operator.startswith("w4a8"):
         from terrazzo.nn.formats import Format
@@ -106,6 +116,9 @@ def packed(operator: str, n: int, k: int, copies: int) -> list[tuple[Any, Any]]:
         from terrazzo.nn.formats import Format
 
         made = Format.parse(operator).quantize(torch.randn(n, k, device="cuda").mul_(k**-0.5).half())
+        if operator in BYTES:
+            scales = made.scales if made.block else made.scales.view(-1)
+            return [(made.words.clone(), scales.clone()) for _ in range(copies)]
         return [(made.words.clone(), made.params.clone()) for _ in range(copies)]
     if operator != "w4a16":
         units = k // 128, -(-n // 64), 1024 + 128 // GROUP * 32
@@ -133,20 +146,29 @@ def code(kernel: Any) -> dict[str, int]:
     return {"registers": report.registers, "spilled": spilled, "instructions": sum(report.instructions.values())}
 
 
+def activations(operator: str, m: int, k: int) -> tuple[Any, tuple, Any]:
+    """Random x; what a kernel takes between weights and bias; the stand-in for no bias."""
+    import torch
+
+    x = torch.randn(m, k, device="cuda")
+    if not operator.startswith("w4a8") and operator not in BYTES:
+        return x.half(), (), torch.zeros(1, device="cuda").half()
+    codes, block = BYTES.get(operator, ("e4m3" if operator == "w4a8_fp8" else "int8", False))
+    e4m3 = codes == "e4m3"
+    x = x.to(torch.float8_e4m3fn).view(torch.int8) if e4m3 else (x * 30).clamp(-127, 127).to(torch.int8)
+    scales = torch.rand(-(-k // 128), -(-m // 4) * 4, device="cuda") if block else torch.rand(m, device="cuda")
+    no_sums = e4m3 or operator in BYTES
+    sums = torch.zeros(1, device="cuda") if no_sums else x.sum(1)
+    return x, (scales, sums.int()), torch.zeros(1, device="cuda")
+
+
 def row(operator: str, n: int, k: int, m: int, plan: Any, other: Any, weights: list, budget: float) -> dict[str, Any]:
     import torch
     from terrazzo.autotune import measure
     from terrazzo.lowering.kernels import get_kernel
 
-    x = torch.randn(m, k, device="cuda")
-    if not operator.startswith("w4a8"):
-        x, more, bias = x.half(), (), torch.zeros(1, device="cuda").half()
-    else:
-        e4m3 = operator == "w4a8_fp8"
-        x = x.to(torch.float8_e4m3fn).view(torch.int8) if e4m3 else (x * 30).clamp(-127, 127).to(torch.int8)
-        sums = torch.zeros(1, device="cuda") if e4m3 else x.sum(1)
-        more, bias = (torch.rand(m, device="cuda"), sums.int()), torch.zeros(1, device="cuda")
-    integer = operator == "w4a8"
+    x, more, bias = activations(operator, m, k)
+    integer = operator in ("w4a8", "w8a8")
     space = torch.empty(plan.workspace, dtype=torch.int32 if integer else torch.float32, device="cuda")
     semaphores = torch.zeros(plan.semaphores, dtype=torch.int32, device="cuda")
     kernels = {"special": get_kernel(plan.request), "generic": get_kernel(other)}
