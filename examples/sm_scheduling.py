@@ -7,8 +7,7 @@ Costs come from the A100's datasheet (tensor rates, memory bandwidth), so nothin
 from __future__ import annotations
 
 from terrazzo import Target
-from terrazzo.schedules import work_items
-from terrazzo.schedules.models import MODELS
+from terrazzo.schedules import MODELS, work_items
 
 TILE, UNIT_K, UNIT_BYTES = 128, 128, 2 * 4224
 PAPER = {  # figure 14: speedup over W4A8, as the text of section 6.4 states it

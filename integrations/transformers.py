@@ -56,7 +56,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
 
 __all__ = [
-    "FunctionCache", "TerrazzoConfig", "TerrazzoQuantizer", "config_of", "new_cache", "pack", "register", "take_over",
+    "PUBLISHED", "FunctionCache", "TerrazzoConfig", "TerrazzoQuantizer", "config_of", "new_cache", "pack", "register",
+    "take_over",
 ]  # fmt: skip
 
 PUBLISHED = ("awq", "compressed-tensors", "gptq")
@@ -168,14 +169,17 @@ class TerrazzoQuantizer(HfQuantizer):
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """True: the model's `save_pretrained` writes packed weights."""
         return True
 
     @property
     def is_trainable(self) -> bool:
+        """False: operators have no gradients."""
         return False
 
     @property
     def is_compileable(self) -> bool:
+        """False: `model.generate` captures its own CUDA graph, and needs no torch.compile."""
         return False
 
 

@@ -16,17 +16,24 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn.decoder import Decoder, positions_of
 from terrazzo.ops.attention.kv_cache import Batch, KVCache
 
+__all__ = ["CausalModel", "Sampling", "generate"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
 
 class CausalModel(Protocol):
     """What `generate` needs of a model.
 
     Attributes:
-        decoder: embedding, layers and norm. lm_head: logits [T, vocabulary] of hidden states [T, hidden].
+        decoder: embedding, layers and norm.
     """
 
     decoder: Decoder
 
-    def lm_head(self, hidden: torch.Tensor) -> torch.Tensor: ...
+    def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [T, vocabulary] of hidden states [T, hidden]."""
 
     def new_cache(self, sequences: int, tokens: int) -> KVCache:
         """A cache for so many sequences of at most `tokens` tokens each."""
@@ -192,7 +199,8 @@ def generate(
     """New tokens of each prompt, int64 vectors on the CPU, an end token included.
 
     Args:
-        prompts: token numbers of each sequence, of any lengths; nothing is padded.
+        model: a decoder with its head, as `terrazzo.load` makes one.
+        prompts: integers [T] of each sequence, its token numbers, of any lengths; nothing is padded.
         max_new_tokens: of each sequence.
         sampling: how tokens are chosen; None is greedy.
         eos_token_id: token, or tokens, that end a sequence. None: all sequences get max_new_tokens.

@@ -22,8 +22,14 @@ from terrazzo.ops.model_requests import Serving
 from terrazzo.ops.w4a8.w8a8 import op as w8a8_op
 from torch import nn
 
+__all__ = ["kernel_requests"]
+
 _OPERATORS = {"w4a8-e4m3": "w4a8_fp8", "mxfp4-e4m3": "mxfp4_fp8"}
 DTYPES = ("float16", "bfloat16")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def kernel_requests(
@@ -39,6 +45,7 @@ def kernel_requests(
     stands between the products of a decoder.
 
     Args:
+        model: of `terrazzo.load`, or any module that holds modules of `terrazzo.nn`.
         tokens: numbers of tokens of a step, [1, 512]; None for every number.
         dtype: of activations, float16 or bfloat16; None takes the dtype of the module's floating parameters or, if it
             has none, of its W4A16 scales, else float16.

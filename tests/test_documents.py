@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from types import ModuleType
 import pytest
 from document_code import GIVEN, examples, run
 from prose import sentences, too_long, words
-from test_public_names import PUBLIC
+from test_public_names import NEEDS, PUBLIC, literal_all
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -61,6 +63,24 @@ def test_the_reference_has_every_public_module():
     assert set(re.findall(r"^\| `(terrazzo[\w.]*)` \|", text, re.MULTILINE)) == set(PUBLIC)
 
 
+NO_MODULES = ("terrazzo.kernels",)
+"""Words of documents that begin like a module: a group of entry points."""
+
+
+@pytest.mark.parametrize("path", [*READ, ROOT / "CHANGELOG.md"], ids=named)
+def test_names_that_readers_meet_are_in_the_reference(path):
+    text = path.read_text(encoding="utf-8")
+    words = re.findall(r"`(terrazzo(?:\.\w+)+)", text)
+    for module, names in re.findall(r"from (terrazzo[\w.]*) import ([\w, ]+)", text):
+        words += [f"{module}.{name.split()[0]}" for name in names.split(",")]
+    lost = []
+    for word in sorted(set(words) - {*PUBLIC, *NO_MODULES}):
+        owner = max((name for name in PUBLIC if word.startswith(f"{name}.")), key=len)
+        listed = literal_all(ast.parse(Path(importlib.util.find_spec(owner).origin).read_text()))
+        lost += [word] * (word.removeprefix(f"{owner}.").split(".")[0] not in listed)
+    assert not lost
+
+
 WITH_CODE = [page for page in [ROOT / "README.md", *PAGES] if examples(page)]
 MODELS = {"README", "generate", "quick-start"}
 """Pages that load a model: slow on a CPU."""
@@ -101,6 +121,8 @@ def test_the_site_builds_without_a_warning_and_has_every_public_name(tmp_path):
         anchors = set(re.findall(r'id="(terrazzo[\w.]*)"', (tmp_path / "reference" / name / "index.html").read_text()))
         if name == "terrazzo.integrations":  # whose names are modules of other libraries' names
             continue
+        if name in NEEDS:
+            pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
         module = importlib.import_module(name)
         own = (public for public in module.__all__ if not isinstance(getattr(module, public), ModuleType))
         lost += [f"{name}.{public}" for public in own if f"{name}.{public}" not in anchors]

@@ -17,12 +17,13 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[1]
+OPS = ("fp8", "moe", "mxfp4", "mxfp4_fp8", "nvfp4", "registry", "shards", "w4a8.fp8", "w8a8", "w8a16")
 MODULES = (
+    "terrazzo.integrations.transformers",
     "terrazzo.lowering.errors",
-    *(
-        f"terrazzo.ops.{name}"
-        for name in ("fp8", "moe", "mxfp4", "mxfp4_fp8", "nvfp4", "registry", "w4a8.fp8", "w8a8", "w8a16")
-    ),
+    "terrazzo.nn.generation",
+    "terrazzo.nn.preparing",
+    *(f"terrazzo.ops.{name}" for name in OPS),
 )
 """Modules that are public beside the packages."""
 FOLDERS = sorted(path for path in (ROOT / "terrazzo").iterdir() if path.is_symlink())
@@ -35,8 +36,8 @@ PACKAGES = sorted(
 PUBLIC = ["terrazzo", *PACKAGES, *MODULES]
 EAGER = ("terrazzo.layouts.converters", "terrazzo.integrations.vllm", *MODULES)
 """Those whose names are there as soon as they are imported."""
-NEEDS = {"terrazzo.integrations": "transformers"}
-"""Packages whose names are there where another library is installed."""
+NEEDS = {"terrazzo.integrations": "transformers", "terrazzo.integrations.transformers": "transformers"}
+"""Modules whose names are there where another library is installed."""
 
 
 def imported(name: str) -> ModuleType:
