@@ -18,8 +18,6 @@ from terrazzo.lowering.errors import ArgumentError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Part", "gate_up", "qkv"]
-
 Span = tuple[int, int]
 """Features from the first up to the second."""
 BY_ROW = ("codes", "scales", "factors", "zeros", "offsets", "channel_scales", "bias")
@@ -36,10 +34,6 @@ ROW_GROUP = 16
 """Rows that share the scales of blocks in W8A8."""
 BLOCK_N, BLOCK_K = 64, 128
 """What packed weights are padded to, and where they can be cut as they are."""
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
 
 
 @dataclass(frozen=True)
@@ -78,27 +72,13 @@ class Part:
 
 
 def qkv(heads: int, kv_heads: int, head_dim: int) -> tuple[Part, Part, Part]:
-    """Parts of joined q, k and v, cut by heads: fewer heads of keys and values than ranks are held by several.
-
-    Args:
-        heads, kv_heads: of queries, and of keys and values. head_dim: features of a head.
-
-    Returns:
-        What `parts=` of `weight.shard(rank, world, 0)` takes; that call refuses what `world` does not divide.
-    """
+    """Parts of joined q, k and v, cut by heads: fewer heads of keys and values than ranks are held by several."""
     kv = Part(kv_heads * head_dim, head_dim, replicate=True)
     return Part(heads * head_dim, head_dim), kv, kv
 
 
 def gate_up(intermediate: int, *, interleaved: bool = False) -> tuple[Part, ...]:
-    """Parts of joined gate and up: halves, or rows that take turns.
-
-    Args:
-        intermediate: features of gate, and of up. interleaved: whether a row of gate and one of up take turns.
-
-    Returns:
-        As `qkv`.
-    """
+    """Parts of joined gate and up: halves, or rows that take turns."""
     return (Part(2 * intermediate, 2),) if interleaved else (Part(intermediate), Part(intermediate))
 
 
