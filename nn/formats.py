@@ -179,6 +179,8 @@ class Format:
         import torch
 
         if self.family == "w4ax" and options.get("plan") is None:
+            for w in experts:
+                weights.check_matrix(w)
             largest = torch.stack([w.detach().float().abs().amax(0) for w in experts]).amax(0)
             options["plan"] = self.plan(largest)
         biases = [None] * len(experts) if biases is None else biases
@@ -192,6 +194,7 @@ class Format:
         module = import_module(FAMILIES[self.family].operator)
         size = weight.shape[-1] if self.group_size is None else self.group_size
         if self.family == "w4ax":
+            weights.check_matrix(weight)
             plan = options.pop("plan", None) or self.plan(weight.detach().float().abs().amax(0))
             return module.quantize(weight, plan, bias=bias, **options)
         if FAMILIES[self.family].codes:

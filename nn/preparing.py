@@ -67,10 +67,10 @@ def kernel_requests(
     if kv is not None and (not isinstance(kv, tuple | list) or [type(it) for it in kv] != [str, str]):
         raise ArgumentError("kv", kv, "must be two formats, of keys and of values", "pass ('int4', 'int4')")
     layers = [module for module in model.modules() if isinstance(module, PackedModule)]
-    if not layers:
+    if not layers and not any(isinstance(module, Attention) for module in model.modules()):
         remedy = "pass a model of terrazzo.load, or modules of terrazzo.nn"
         raise ArgumentError("model", type(model).__name__, "must hold layers of terrazzo.nn", remedy)
-    at = Target.detect(_device_of(layers)) if target is None else Target.parse(target)
+    at = Target.detect(_device_of(model)) if target is None else Target.parse(target)
     form = str(dtype or _dtype_of(model, layers)).removeprefix("torch.")
     if form not in DTYPES:
         raise ArgumentError("dtype", form, f"must be one of {DTYPES}", "pass torch.float16")
@@ -175,10 +175,10 @@ def _heads(model: nn.Module) -> Iterator[tuple[tuple[str, int | bool], ...]]:
             yield tuple(facts.items())
 
 
-def _device_of(layers: list[PackedModule]) -> int | None:
-    """Index of the GPU that holds the first layer, None where it is elsewhere: the current one."""
-    device = layers[0].words.device
-    return device.index if device.type == "cuda" else None
+def _device_of(model: nn.Module) -> int | None:
+    """Index of the GPU that holds the first of a model's tensors there, None where none does: the current one."""
+    held = (tensor.device for of in (model.buffers(), model.parameters()) for tensor in of)
+    return next((device.index for device in held if device.type == "cuda"), None)
 
 
 def _dtype_of(model: nn.Module, layers: list[PackedModule]) -> str:

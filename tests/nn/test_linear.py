@@ -295,6 +295,17 @@ def test_bad_arguments_are_refused():
         Linear(w4a16.GroupedWeight.stack([made.packed, made.packed]))
 
 
+@pytest.mark.parametrize("form", ["w4a16", "w8a16", "mxfp4", "nvfp4", "fp8", "w4a8", "w4a8-e4m3", "w8a8", "w4ax"])
+@pytest.mark.parametrize("shape", [(0, 256), (4, 0), (256,), (2, 4, 256)])
+def test_what_is_no_matrix_is_refused_as_a_weight(form, shape):
+    with pytest.raises(ArgumentError, match=r"^weight = .* must be \[N, K\]"):
+        Linear.from_float(torch.zeros(shape), form)
+    if len(shape) == 3:
+        return
+    with pytest.raises(ArgumentError, match=r"^weight = .* must be \[N, K\]"):
+        Format.parse(form).quantize_experts([torch.zeros(shape)] * 2)
+
+
 def test_a_state_with_a_smooth_vector_keeps_it_in_float32():
     made = Linear(w4a8.quantize(weight(), smooth=SMOOTH, bias=BIAS)).half()
     assert made.smooth.dtype == torch.float32 and made.bias.dtype == torch.float16

@@ -9,6 +9,7 @@ from terrazzo import nn as tnn
 from terrazzo import prepare
 from terrazzo.lowering import Target, parallel
 from terrazzo.lowering.errors import ArgumentError, CompileError
+from terrazzo.nn.dense import Dense
 from terrazzo.nn.preparing import kernel_requests
 from terrazzo.ops import w4a8, w4a16, w4ax, w8a8
 from terrazzo.ops.w4a8 import activations
@@ -220,3 +221,14 @@ def test_arguments_that_name_nothing_are_refused(call, words):
 def test_numbers_of_tokens_may_come_from_an_iterator():
     model = layers()[:1]
     assert kernel_requests(model, iter([1, 64]), **AT) == kernel_requests(model, [1, 64], **AT)
+
+
+def test_a_model_of_16_bits_has_the_kernels_of_its_attention_and_of_what_stands_between():
+    dense = lambda n, k, *sizes: Dense(torch.randn(n, k).half(), sizes=sizes)
+    qkv, both = dense(256, 128, 128, 64, 64), dense(512, 128, 256, 256)
+    block = tnn.Attention(qkv, dense(128, 128), heads=2, kv_heads=1, head_dim=64)
+    norm = lambda: tnn.RMSNorm(torch.ones(128).half())
+    layer = tnn.DecoderLayer(block, tnn.MLP(both, dense(128, 256)), norm(), norm())
+    model = tnn.Decoder(torch.randn(16, 128).half(), [layer], norm(), [tnn.Rotary.of_base(64)])
+    names = {it.name for it in kernel_requests(model, [1, 64], kv=("int8", "int8"), **AT)}
+    assert {"attention.decode", "attention.write"} <= names and any(name.startswith("norm") for name in names), names
