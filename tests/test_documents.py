@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -79,6 +80,15 @@ def test_names_that_readers_meet_are_in_the_reference(path):
         listed = literal_all(ast.parse(Path(importlib.util.find_spec(owner).origin).read_text()))
         lost += [word] * (word.removeprefix(f"{owner}.").split(".")[0] not in listed)
     assert not lost
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+def test_a_shipped_table_has_as_many_records_as_the_page_says(gpu):
+    text = (DOCS / "tuning.md").read_text(encoding="utf-8")
+    section = text.split(f"{gpu.upper()}\n\n", 1)[1]
+    stated = int(re.search(r"has (\d+) records", section)[1])
+    table = json.loads((ROOT / "schedules" / "tuned" / f"{gpu}.json").read_text())
+    assert len(table["records"]) == stated
 
 
 WITH_CODE = [page for page in [ROOT / "README.md", *PAGES] if examples(page)]
