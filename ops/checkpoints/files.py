@@ -35,8 +35,8 @@ class TensorFiles:
     Attributes:
         folder: of the files and of their config.
         places: tensor -> the file that is read: where there is an index, the one that it names.
-        lost: tensor -> why it cannot be read: a shard that is missing or damaged, one that does not hold what the index
-            says, two files that hold it, a shard that holds what the index does not name.
+        lost: tensor -> why it cannot be read, and what to do: a shard that is missing or damaged, one that does not
+            hold what the index says, two files that hold it, a shard that holds what the index does not name.
         unread: names of files of the folder that the index does not name.
 
     Raises:
@@ -83,7 +83,9 @@ class TensorFiles:
             for name in self._names(file):
                 if name in self.places:
                     other = self.places[name].name
-                    self.lost[name] = f"{other} and {file.name} both hold {name!r}, and no index says which counts"
+                    self.lost[name] = (
+                        f"{other} and {file.name} both hold {name!r}, and no index says which counts: get the index"
+                    )
                 self.places.setdefault(name, file)
         for name in self.lost:
             del self.places[name]
@@ -91,30 +93,29 @@ class TensorFiles:
     def _by_index(self, index: Path) -> None:
         wanted = _weight_map(index)
         held: dict[str, set[str]] = {}
-        broken: dict[str, str] = {}
+        broken: dict[str, ArgumentError] = {}
         for shard in sorted(set(wanted.values())):
             file = member(self.folder, shard, index)
             try:
                 if file is None:
-                    constraint = "must be a readable safetensors file (it is not there)"
-                    raise ArgumentError("path", shard, constraint, "get the shard again, into the folder of its index")
+                    raise ArgumentError("path", shard, "is not there", "get it again, into the folder of its index")
                 held[shard] = set(self._names(file))
             except ArgumentError as error:
-                broken[shard] = error.constraint
+                broken[shard] = error
         if not held:
-            shard, reason = next(iter(broken.items()), ("no file", "it names none"))
-            remedy = "download the folder again"
-            raise ArgumentError("path", str(index), f"no file that it names can be read: {shard} {reason}", remedy)
+            reasons = [f"{shard} {error.constraint}" for shard, error in broken.items()] or ["it names none"]
+            constraint = f"no file that it names can be read: {reasons[0]}"
+            raise ArgumentError("path", str(index), constraint, "download the folder again")
         for name, shard in wanted.items():
             if shard in broken:
-                self.lost[name] = f"{shard} {broken[shard]}"
+                self.lost[name] = f"{shard} {broken[shard].constraint}: {broken[shard].remedy}"
             elif name not in held[shard]:
-                self.lost[name] = f"the index maps {name!r} to {shard}, which does not hold it"
+                self.lost[name] = f"the index maps {name!r} to {shard}, which does not hold it: get both again"
             else:
                 self.places[name] = self.folder / shard
         for shard, names in held.items():
             for name in sorted(names - set(wanted)):
-                self.lost[name] = f"{shard} holds {name!r}, which the index does not name"
+                self.lost[name] = f"{shard} holds {name!r}, which the index does not name: get the index again"
         listed = {self.folder / shard for shard in wanted.values()}
         self.unread = [file.name for file in sorted(self.folder.glob("*.safetensors")) if file not in listed]
 

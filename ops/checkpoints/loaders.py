@@ -112,7 +112,9 @@ def read(
     """
     config, convention = checkpoint.layer(name), checkpoint.layers()[name]
     if reason := config.skip or family.refuses(convention, config):
-        raise ArgumentError("name", name, f"cannot be read: {reason}", _remedy(family, convention, config))
+        lost = any(own in checkpoint.lost for own in checkpoint.leaves(name).values())
+        remedy = "get the checkpoint's files again" if lost else _remedy(family, convention, config)
+        raise ArgumentError("name", name, f"cannot be read: {reason}", remedy)
     stated = config.format
     if stated is not None and convention not in _SAME.get(stated, (stated.removesuffix("_v2"),)):
         raise ArgumentError(

@@ -11,7 +11,7 @@ import torch
 from checkpoint_folders import AWQ, GPTQ, LAYER, stored, tensors, write
 from safetensors.torch import save_file
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops import w4a16
+from terrazzo.ops import model_layers, w4a16
 from terrazzo.ops.checkpoints import Checkpoint
 from terrazzo.ops.checkpoints.patterns import matches
 
@@ -76,10 +76,15 @@ def test_a_folder_with_one_bad_shard_serves_the_whole_layers(tmp_path, damage):
         (folder / B).write_bytes(b"\x10" * 40)
     model = w4a16.load_model(folder)
     assert list(model.layers) == ["a"]
+    why = f"{B} is not there" if damage == "gone" else f"{B} must be a readable safetensors file"
+    again = "get it again, into the folder of its index" if damage == "gone" else "download the file again"
+    named = model_layers.of_folder(folder).skipped  # what `terrazzo compile` and `serve-check` print
     for name in "bc":
-        assert f"{B} must be a readable safetensors file" in model.skipped[name]
-        with pytest.raises(ArgumentError, match="must be a readable safetensors file"):
+        with pytest.raises(ArgumentError) as said:
             w4a16.load_layer(folder, name)
+        assert said.value.remedy == "get the checkpoint's files again"
+        for text in (model.skipped[name], named[name], str(said.value)):
+            assert why in text and again in text and "another format" not in text
     assert torch.equal(w4a16.load_layer(folder, "a").dequantize("post"), stored("awq")[1])
     (folder / A).unlink()
     with pytest.raises(ArgumentError, match="no file that it names can be read"):
