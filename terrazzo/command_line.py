@@ -50,6 +50,9 @@ def in_its_words(command: click.Command, error: ArgumentError) -> str:
     if _CALLS.search(remedy) or "=" in remedy:
         remedy = f"see `{command.name} --help`" if command.name else "see --help"
     parameter = option_of(command, error.argument)
+    if isinstance(error, TargetError) and error.value is None and parameter is not None:  # none given, none seen
+        option = parameter.opts[0]
+        return f"{option} is needed: {error.constraint}; name a GPU's architecture, as {option} sm_90a"
     if parameter is None:
         name = f"{error.argument} {shown(error.value)}"
     else:

@@ -37,7 +37,7 @@ _FOLDER = click.Path(exists=True, path_type=Path)
 @click.option("--model", "models", type=MODEL, multiple=True, help="The same of a model by its name; may be repeated.")
 @click.option("--shape", "shapes", type=Shape(), multiple=True, help="A weight [N, K], as 28672x4096; may be repeated.")
 @click.option("--op", type=OPERATOR, help="Only this operator. Default: the checkpoint's and attention, else w4a16.")
-@click.option("--target", type=TargetName(), required=True, help="sm_80 to sm_120a, or nvidia/...")
+@click.option("--target", type=TargetName(), help="sm_80 to sm_120a, or nvidia/... Default: this machine's GPU.")
 @click.option("--tensor-parallel", type=click.IntRange(1, 1024), default=1, show_default=True, help="Ranks.")
 @click.option("--max-tokens", type=click.IntRange(1, 1 << 24), help="Of one step, at most. Default: any number.")
 @click.option("--kv", type=Formats(), multiple=True, help="Keys/values as int4/int4, or none; may be repeated.")
@@ -68,7 +68,7 @@ def compile_command(
     folders: tuple[Path, ...],
     models: tuple[str, ...],
     shapes: tuple[tuple[int, int], ...],
-    target: str,
+    target: str | None,
     output: Path | None,
     replace: bool,
     wheel: Path | None,

@@ -105,7 +105,6 @@ def test_tables_come_as_text_and_as_json(capsys, arguments):
         (("layout", "marlin_u4", "--svg", "/dev/null/x.svg"), "cannot be written"),
         (("ops", "--target", "sm_70"), "sm_70"),
         (("ops", "--op", "w9a9"), "w9a9"),
-        (("compile", "--shape", "1x1"), "--target"),
         (("compile", "--target", "sm_80"), "--shape"),
         ((*COMPILE[:3], "--target", "sm_75"), "sm_75"),
         (("compile", "--shape", "12y3", "--target", "sm_80"), "12y3"),

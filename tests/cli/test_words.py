@@ -10,6 +10,7 @@ import sys
 import pytest
 from terrazzo.cli import main
 from terrazzo.command_line import closest
+from terrazzo.lowering.targets import Target
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +75,23 @@ def test_a_group_longer_than_k_is_said_to_be_one_group(capsys, monkeypatch):
     assert "100x100: K is below the group of 128, so its kernels have one group of K" in err and "256x128" not in err
     json.loads(out)
     assert "one group" not in run(capsys, *given, "--shape", "100x100", "--group", "K")[2]
+
+
+@pytest.mark.parametrize(
+    "arguments", [("compile", "--shape", "64x64"), ("tune", "explain", "--op", "w4a16", "--shape", "128x128")]
+)
+def test_a_verb_that_looks_for_a_gpu_says_where_there_is_none(capsys, monkeypatch, arguments):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "") and err.startswith("terrazzo: --target is needed: no CUDA device can be seen")
+    assert "as --target sm_90a" in err
+
+
+def test_compile_takes_the_gpu_of_this_machine(capsys, monkeypatch):
+    found = Target.parse("nvidia/nvidia-a100")
+    monkeypatch.setattr(Target, "detect", staticmethod(lambda device=None: found))
+    code, out, _ = run(capsys, "compile", "--shape", "256x256", "--m", "1", "--dry-run", "--json")
+    assert code == 0 and json.loads(out)["target"] == "sm_80"
 
 
 @pytest.mark.parametrize("arguments", [("info",), ("ops",), ("layout",), ("tune", "--help"), ("compile", "--help")])
