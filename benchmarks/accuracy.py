@@ -216,11 +216,13 @@ class Run:
 
     def __init__(self, o: argparse.Namespace) -> None:
         import torch
-        from transformers import AutoTokenizer
+        from terrazzo.nn.config_fields import check_length, positions
+        from transformers import AutoConfig, AutoTokenizer
 
         from benchmarks import train_small
 
         self.o, self.start, self.folder = o, time.perf_counter(), folder_of(o)
+        check_length(o.length, 0, positions(AutoConfig.from_pretrained(self.folder).get_text_config()), "--length")
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         if self.device == "cuda" and "kernels" in o.paths:
             compile_rows(self.folder, [row for _, row in [(FLOAT, parse_row(FLOAT)), *o.rows]], o.batch, o.length)

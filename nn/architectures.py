@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.nn import config_fields
 from terrazzo.nn.attention import Attention
 from terrazzo.nn.decoder import Decoder, DecoderLayer, Rotary
 from terrazzo.nn.dense import Dense
@@ -39,6 +40,7 @@ class Shape:
         layer_types: of each layer. experts, top_k, normalize: of sparse layers; sparse: whether each layer is one.
         embedding_scale: of embeddings. tied: whether the head is the embedding.
         biased: layers of a decoder layer that have a bias, as "self_attn.q_proj".
+        positions: tokens that a sequence may have, None where the config does not say.
     """
 
     kind: str
@@ -62,6 +64,7 @@ class Shape:
     embedding_scale: float
     tied: bool
     biased: tuple[str, ...] = ()
+    positions: int | None = None
 
     @property
     def rotary_kinds(self) -> tuple[str, ...]:
@@ -84,13 +87,12 @@ def shape_of(config: Any) -> Shape:
     if head_dim not in HEAD_DIMS:
         raise ArgumentError("head_dim", head_dim, f"must be one of {HEAD_DIMS}", "take a model with such heads")
     gemma, oai, sparse = kind == "gemma3_text", kind == "gpt_oss", kind in ("mixtral", "qwen3_moe", "gpt_oss")
-    types = tuple(get("layer_types", ())) if kind != "llama" else ("full_attention",) * layers  # Llama has no window
-    if not types:
-        types = ("sliding_attention" if get("sliding_window") else "full_attention",) * layers
+    types = config_fields.layer_types(config)
     window = get("sliding_window", 0)
     for name, causal in (("use_bidirectional_attention", False), ("is_causal", True)):  # transformers obeys both
         if getattr(config, name, causal) not in (causal, None):
             raise ArgumentError(name, not causal, "decoding is causal", "take a causal model")
+    config_fields.check_fields(config)
     for name in ("attn_logit_softcapping", "final_logit_softcapping") if gemma else ():
         if get(name):
             raise ArgumentError(name, get(name), "is not served in Gemma 3", "swap its layers by hand with nn.Linear")
@@ -107,7 +109,7 @@ def shape_of(config: Any) -> Shape:
         kind=kind, vocabulary=config.vocab_size, hidden=config.hidden_size, intermediate=config.intermediate_size,
         layers=layers, heads=heads, kv_heads=get("num_key_value_heads", heads), head_dim=head_dim,
         eps=config.rms_norm_eps, offset=1.0 if gemma else 0.0,
-        activation="swiglu_oai" if oai else get("hidden_activation", get("hidden_act", "silu")),
+        activation="swiglu_oai" if oai else get("hidden_activation" if gemma else "hidden_act", "silu"),
         scale=config.query_pre_attn_scalar**-0.5 if gemma else None,
         windows=tuple(window if kind_ == "sliding_attention" else 0 for kind_ in types), layer_types=types,
         experts=get("num_local_experts", get("num_experts", 0)) if sparse else 0,
@@ -115,7 +117,7 @@ def shape_of(config: Any) -> Shape:
         normalize=kind in ("mixtral", "gpt_oss") or bool(get("norm_topk_prob", False)),
         sparse=tuple(sparse and i not in dense and (i + 1) % step == 0 for i in range(layers)),
         embedding_scale=config.hidden_size**0.5 if gemma else 1.0, tied=bool(get("tie_word_embeddings", False)),
-        biased=tuple(biased),
+        biased=tuple(biased), positions=config_fields.positions(config),
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn.architectures import Builder
+from terrazzo.nn.config_fields import check_length
 from terrazzo.nn.decoder import positions_of
 from terrazzo.nn.dense import Dense
 from terrazzo.nn.formats import Format
@@ -49,7 +50,7 @@ class Calibration:
         builder: of the float model's layers. tokens: integers [sequences, length].
 
     Raises:
-        ArgumentError: no such tokens; a model with experts, which read what routers choose.
+        ArgumentError: no such tokens, or too long sequences; a model with experts, which read what routers choose.
     """
 
     def __init__(self, builder: Builder, tokens: torch.Tensor) -> None:
@@ -62,6 +63,7 @@ class Calibration:
             raise ArgumentError("calibration", seen, "must be token numbers [sequences, length]", "tokenize some text")
         self.builder = builder
         rows, length = tokens.shape
+        check_length(length, 0, shape.positions, "calibration")
         cache = KVCache(
             *[str(source.dtype).removeprefix("torch.")] * 2, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
             pages=rows * -(-length // PAGE), page_size=PAGE, sequences=rows, device=source.device,

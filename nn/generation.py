@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from terrazzo.lowering import replacing
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.nn.config_fields import check_length
 from terrazzo.nn.decoder import Decoder, positions_of
 from terrazzo.ops.attention.kv_cache import Batch, KVCache
 
@@ -28,6 +29,7 @@ class CausalModel(Protocol):
 
     Attributes:
         decoder: embedding, layers and norm.
+        max_positions: tokens that a sequence may have; None, or no such attribute, for any number.
     """
 
     decoder: Decoder
@@ -209,7 +211,8 @@ def generate(
         cache: where keys and values go; None makes one of the needed size. Its sequences are freed again.
 
     Raises:
-        ArgumentError: prompts that are no tokens of the model, numbers out of range.
+        ArgumentError: prompts that are no tokens of the model, or with what is generated too long for it, numbers out
+            of range.
         CacheFullError: `cache` has too little room.
     """
     if type(max_new_tokens) is not int or max_new_tokens < 1:
@@ -217,6 +220,7 @@ def generate(
     table = model.decoder.embed_tokens.weight
     found = checked_prompts(prompts, len(table))
     ends = _ends(eos_token_id)
+    check_length(max(map(len, found)), max_new_tokens, getattr(model, "max_positions", None))
     longest = max(map(len, found)) + max_new_tokens
     held = model.new_cache(len(found), longest) if cache is None else cache
     sequences: list[int] = []

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn.architectures import Shape
+from terrazzo.nn.config_fields import check_length
 from terrazzo.nn.decoder import Decoder, Rotary, positions_of
 from terrazzo.nn.generation import DecodeStep
 from terrazzo.nn.parallel import TensorParallel
@@ -279,17 +280,28 @@ class Causal:
         """See `Body.new_cache`."""
         return self.model.new_cache(sequences, tokens)
 
+    @property
+    def max_positions(self) -> int | None:
+        """Tokens that a sequence may have, None where the config does not say."""
+        return self.model.shape.positions
+
     def generate(self, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """transformers' generate, for prompts that are padded on the left.
 
         Raises:
-            ArgumentError: an attention_mask whose last column is padding: the next token would follow that.
+            ArgumentError: an attention_mask whose last column is padding: the next token would follow that. Prompts too
+                long for the model, with what is generated.
         """
         mask = kwargs.get("attention_mask")
         if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.numel() and not bool(mask[:, -1].all()):
             remedy = "pass padding_side='left' to the tokenizer; terrazzo.generate needs no padding"
             seen = f"0 in the last column of row {int(mask[:, -1].bool().logical_not().nonzero()[0])}"
             raise ArgumentError("attention_mask", seen, "pads on the right, where the next token comes", remedy)
+        given = next((x for x in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None)
+        if isinstance(given, torch.Tensor) and given.dim() > 1:
+            stated = kwargs.get("generation_config", args[0] if args else None) or self.generation_config
+            longest = int(mask.sum(1).max()) if isinstance(mask, torch.Tensor) and mask.dim() == 2 else given.shape[1]
+            check_length(longest, _new_tokens(stated, kwargs, given.shape[1]), self.max_positions)
         return super().generate(inputs, *args, **kwargs)
 
     def save_pretrained(self, save_directory: str | Path, max_shard_size: str = "5GB", **kwargs: Any) -> None:
@@ -323,6 +335,16 @@ class Causal:
         from terrazzo.nn.loading import load
 
         return load(folder, **options)
+
+
+def _new_tokens(stated: Any, asked: dict[str, Any], columns: int) -> int:
+    """How many tokens transformers' generate makes at most, by a generation config and what a call asks for."""
+    for source in (asked.get, lambda name: getattr(stated, name, None)):
+        if (new := source("max_new_tokens")) is not None:
+            return new
+        if (length := source("max_length")) is not None:
+            return length - columns
+    return 1  # by default it stops where the positions end
 
 
 def static_state(k: torch.Tensor | None, v: torch.Tensor | None) -> dict[str, torch.Tensor]:

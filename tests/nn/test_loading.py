@@ -236,15 +236,6 @@ def test_a_head_of_its_own_under_a_config_that_ties_it_is_refused():
     assert load(state, config=model.config, device="cpu").lm_head.out_features == 64
 
 
-@torch.no_grad()
-def test_a_window_that_the_architecture_does_not_have_is_not_applied():
-    model = float_model("llama")
-    model.config.sliding_window = 3
-    ids = torch.arange(24)[None]
-    found = load(model.state_dict(), config=model.config, device="cpu")(ids).logits.float()
-    assert (found - model(ids).logits).norm() < 0.01 * found.norm()
-
-
 def test_soft_caps_of_gemma_are_refused():
     model = float_model("gemma3")
     model.config.final_logit_softcapping = 30.0
