@@ -60,6 +60,7 @@ def run(options: argparse.Namespace) -> int:
         from terrazzo.lowering.targets import Target
 
         result |= header(Target.detect(), options.commit or None)
+    result["tilelang_bytecode"] = has_bytecode()
     with tempfile.TemporaryDirectory() as scratch:
         name_version(Path(scratch))
         for case in options.cases.split(","):
@@ -67,6 +68,14 @@ def run(options: argparse.Namespace) -> int:
             print(json.dumps(rows[-1]), flush=True)
             report.write(result, options.out, start)
     return int(any("failure" in row for row in rows))
+
+
+def has_bytecode() -> bool:
+    """Whether tilelang is imported from bytecode, as pip leaves it; its text takes two seconds more."""
+    import importlib.util
+
+    found = importlib.util.find_spec("tilelang")
+    return found is not None and found.cached is not None and Path(found.cached).is_file()
 
 
 def name_version(scratch: Path) -> None:
