@@ -16,7 +16,8 @@ def int8_arguments(tensors: dict[str, torch.Tensor], config: LayerConfig) -> dic
     """What `w8a8.QuantizedWeight.canonical` takes, of an int-quantized layer.
 
     Raises:
-        ArgumentError: groups of scales, weights with zero points, or a static scale that is announced and not there.
+        ArgumentError: groups of scales, weights with zero points, a static scale or zero point that is announced and
+            not there, or a zero point beside a config of symmetric activations.
     """
     scale, zeros = tensors["weight_scale"], tensors.get("weight_zero_point")
     if config.group_size not in (None, -1) or (scale.ndim == 2 and scale.shape[1] != 1):
@@ -26,9 +27,16 @@ def int8_arguments(tensors: dict[str, torch.Tensor], config: LayerConfig) -> dic
         raise ArgumentError("weight_zero_point", "not 0", "W8A8 weights are symmetric", "load it with w8a16")
     stated = config.activations or ""
     found = _static(tensors, "static" in stated, config.activations is None)
-    if (zero := tensors.get("input_zero_point")) is not None and "input_scale" in found:
-        found["input_zero"] = int(_one("input_zero_point", zero))
-    found["asymmetric"] = "asymmetric" in stated and "input_scale" not in found
+    zero, asymmetric = tensors.get("input_zero_point"), "asymmetric" in stated
+    if "input_scale" in found:
+        if zero is None and asymmetric:
+            constraint = "the config states static activations with a zero point"
+            raise ArgumentError("input_zero_point", None, constraint, "get the missing shard")
+        found["input_zero"] = 0 if zero is None else int(_one("input_zero_point", zero))
+        if stated and found["input_zero"] and not asymmetric:
+            constraint = "the config states symmetric activations"
+            raise ArgumentError("input_zero_point", found["input_zero"], constraint, "get the checkpoint again")
+    found["asymmetric"] = asymmetric and "input_scale" not in found
     return dict(codes=tensors["weight"], scales=scale, bias=tensors.get("bias")) | found
 
 

@@ -278,6 +278,8 @@ def test_static_activations_of_fp8_blocks_stay_in_16_bits(tmp_path):
     [
         *(("fp8 static", "input_scale", value) for value in (0.0, float("nan"), -1.0, [0.1, 0.2], None)),
         ("int8 static with a zero point", "input_zero_point", 131),
+        ("int8 static with a zero point", "input_zero_point", None),
+        ("int8 static", "input_zero_point", 3),
         ("int8 static", "input_scale", None),
     ],
 )
