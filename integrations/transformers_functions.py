@@ -121,6 +121,8 @@ def new_cache(model: Any, batch: int, tokens: int, kv: Any = None) -> FunctionCa
     Raises:
         ArgumentError: a format or a head_dim that no kernel reads, chunked attention, a cache in a layer's own form.
     """
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        raise ArgumentError("model", type(model).__name__, "must be a transformers model", "pass one that is loaded")
     config = model.config.get_text_config(decoder=True)
     kinds = set(getattr(config, "layer_types", None) or ())
     if unknown := kinds - {"full_attention", "sliding_attention"}:
@@ -236,6 +238,8 @@ def pack(model: nn.Module, format: str | Format, *, skip: tuple[str, ...] = SKIP
     Raises:
         ArgumentError: no such format; experts of a form that no operator has.
     """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError("model", type(model).__name__, "must be a torch.nn.Module", "pass a transformers model")
     form, count, sparse = Format.parse(format), 0, False
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and not name.endswith(tuple(skip)):

@@ -10,7 +10,7 @@ from terrazzo.nn import glue, products
 from terrazzo.nn.joined import QKVLinear
 from terrazzo.nn.linear import Linear
 from terrazzo.nn.parallel import TensorParallel
-from terrazzo.ops import rope
+from terrazzo.ops import rope, weights
 from terrazzo.ops.attention import torch_op
 from terrazzo.ops.attention.kv_cache import Batch
 from torch import nn
@@ -48,11 +48,19 @@ class Attention(nn.Module):
         ranks: TensorParallel | None = None,
     ) -> None:
         super().__init__()
+        for name, count in (("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim)):
+            weights.check_count(name, count, "pass the model's own", most=1 << 20)
         wanted = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
-        if qkv.sizes != wanted:
-            raise ArgumentError("qkv", qkv.sizes, f"must have the sizes {wanted}", "QKVLinear.join(q, k, v)")
-        if out.in_features != wanted[0]:
-            raise ArgumentError("out", out.in_features, f"must take {wanted[0]} features", "pass o_proj")
+        seen = getattr(qkv, "sizes", type(qkv).__name__)
+        if seen != wanted:
+            raise ArgumentError("qkv", seen, f"must have the sizes {wanted}", "QKVLinear.join(q, k, v)")
+        seen = getattr(out, "in_features", type(out).__name__)
+        if seen != wanted[0]:
+            raise ArgumentError("out", seen, f"must take {wanted[0]} features", "pass o_proj")
+        for name, given, shape in (("norms", norms, [2, head_dim]), ("sinks", sinks, [heads])):
+            if given is not None and (not torch.is_tensor(given) or list(given.shape) != shape):
+                constraint = f"must be a tensor {shape}"
+                raise ArgumentError(name, weights.described(given), constraint, "pass the checkpoint's")
         self.qkv_proj, self.o_proj = qkv, out
         self.heads, self.kv_heads, self.head_dim, self.layer = heads, kv_heads, head_dim, layer
         self.register_buffer("norms", norms)

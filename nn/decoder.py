@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn.attention import Attention
 from terrazzo.nn.mlp import MLP, SparseMLP
 from terrazzo.nn.norm import RMSNorm
+from terrazzo.ops import weights
 from terrazzo.ops.attention.kv_cache import Batch
 from torch import nn
 
@@ -69,12 +71,17 @@ class Rotary(nn.Module):
 
     def __init__(self, rates: torch.Tensor, scaling: float = 1.0) -> None:
         super().__init__()
+        if not torch.is_tensor(rates) or rates.dim() != 1:
+            raise ArgumentError("rates", weights.described(rates), "must be float [D / 2]", "use Rotary.of_base")
         self.register_buffer("rates", rates.float())
         self.scaling = scaling
 
     @classmethod
     def of_base(cls, head_dim: int, base: float = 10000.0) -> Rotary:
         """Plain rates base^(-2 i / D), D being head_dim."""
+        weights.check_count("head_dim", head_dim, "pass the size of a head")
+        if isinstance(base, bool) or not isinstance(base, int | float) or not base > 0:
+            raise ArgumentError("base", base, "must be a number above 0", "pass the model's rope_theta")
         return cls(base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
 
     def _apply(self, fn, recurse: bool = True) -> Rotary:
@@ -109,6 +116,9 @@ class Decoder(nn.Module):
         scale: float = 1.0,
     ) -> None:
         super().__init__()
+        if not torch.is_tensor(embedding) or embedding.dim() != 2 or not embedding.is_floating_point():
+            constraint = "must be float [vocabulary, hidden]"
+            raise ArgumentError("embedding", weights.described(embedding), constraint, "pass the embedding's weight")
         self.embed_tokens = nn.Embedding.from_pretrained(embedding, freeze=True)
         self.layers, self.norm, self.rotaries = nn.ModuleList(layers), norm, nn.ModuleList(rotaries)
         self.scale = scale

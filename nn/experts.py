@@ -11,7 +11,7 @@ from terrazzo.nn import glue, products
 from terrazzo.nn.formats import Format
 from terrazzo.nn.joined import join
 from terrazzo.nn.module import PackedModule
-from terrazzo.ops import moe, mxfp4, mxfp4_fp8
+from terrazzo.ops import moe, mxfp4, mxfp4_fp8, weights
 from terrazzo.ops.grouped import GroupedWeight
 from torch import nn
 
@@ -69,12 +69,21 @@ class Experts(nn.Module):
         Raises:
             ArgumentError: experts that differ in anything but values; act-order, as experts share the order of x.
         """
+        given = {"gates": gates, "ups": ups, "downs": downs}
+        for name, each in given.items():
+            _check_experts(name, each)
+            if len(each) != len(gates):
+                raise ArgumentError(
+                    name, len(each), f"must be {len(gates)} experts, as gates", "stack the same experts"
+                )
         joined = [join([gate, up]) for gate, up in zip(gates, ups)]
         return cls.of_packed(joined, [join([each]) for each in downs], activation)
 
     @classmethod
     def of_packed(cls, gate_up: Sequence[Any], down: Sequence[Any], activation: str = "silu") -> Experts:
         """Of each expert's packed weights: gate_up [2 I, hidden] joined, down [hidden, I]; activation: see `stack`."""
+        for name, each in (("gate_up", gate_up), ("down", down)):
+            _check_experts(name, each)
         return cls(GroupedWeight.stack(list(gate_up)), GroupedWeight.stack(list(down)), activation)
 
     @classmethod
@@ -96,6 +105,8 @@ class Experts(nn.Module):
         Raises:
             ArgumentError: an unknown format, values or sizes that cannot be quantized.
         """
+        for name, each in (("gate_up", gate_up), ("down", down)):
+            _check_experts(name, each, "pass float [E, N, K]")
         make = Format.parse(format).quantize_experts
         return cls.of_packed(make(gate_up, **options), make(down, **options), activation)
 
@@ -146,8 +157,15 @@ class Experts(nn.Module):
         return self.down_proj(products.gated(h, self.activation, self.down_proj), offsets, dtype)
 
 
+def _check_experts(name: str, given: Any, remedy: str = "pass a list with the weight of each expert") -> None:
+    sized = (isinstance(given, torch.Tensor) and given.dim()) or isinstance(given, list | tuple)
+    if not sized or not len(given):
+        seen = weights.described(given) if torch.is_tensor(given) or not sized else []
+        raise ArgumentError(name, seen, "must hold one expert or more", remedy)
+
+
 def known_activation(name: str) -> str:
     """The name, where a gated form of it exists; else an ArgumentError."""
-    if name not in glue.ACTIVATIONS:
+    if not isinstance(name, str) or name not in glue.ACTIVATIONS:
         raise ArgumentError("activation", name, f"must be one of {tuple(glue.ACTIVATIONS)}", "keep this layer in float")
     return name

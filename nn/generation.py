@@ -215,6 +215,9 @@ def generate(
             of range.
         CacheFullError: `cache` has too little room.
     """
+    if not hasattr(getattr(model, "decoder", None), "embed_tokens"):
+        remedy = "pass a model of terrazzo.load"
+        raise ArgumentError("model", type(model).__name__, "must have a decoder and a lm_head", remedy)
     if type(max_new_tokens) is not int or max_new_tokens < 1:
         raise ArgumentError("max_new_tokens", max_new_tokens, "must be at least 1", "pass a number of tokens")
     table = model.decoder.embed_tokens.weight

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ def join(parts: Sequence[Any], argument: str = "parts") -> Any:
     target = targets.pop() if len(targets) == 1 else None
     canonical = [part.unpack() if hasattr(part, "unpack") else part for part in parts]
     first = canonical[0]
+    if not is_dataclass(first) or not hasattr(first, "codes"):
+        raise ArgumentError(argument, weights.kind(first), "must be packed or canonical weights", "quantize them first")
     if any(type(part) is not type(first) for part in canonical):
         seen = " and ".join(dict.fromkeys(map(weights.kind, canonical)))
         raise ArgumentError(argument, seen, "must be of one format", "quantize them alike")
@@ -77,6 +79,12 @@ def _same(values: list) -> bool:
     return all(not torch.is_tensor(v) and v == first for v in values[1:])
 
 
+def _check_sizes(sizes: Any) -> None:
+    if not isinstance(sizes, list | tuple) or not all(type(size) is int and size > 0 for size in sizes):
+        seen = sizes if isinstance(sizes, list | tuple) else type(sizes).__name__
+        raise ArgumentError("sizes", seen, "must be numbers of output features", "pass those of the parts")
+
+
 class JoinedLinear(Linear):
     """One layer for several of a checkpoint; forward gives their results, views of one tensor.
 
@@ -86,6 +94,7 @@ class JoinedLinear(Linear):
 
     def __init__(self, packed: Any, sizes: Sequence[int]) -> None:
         super().__init__(packed)
+        _check_sizes(sizes)
         if sum(sizes) != self.out_features:
             constraint = f"must add up to the weight's {self.out_features} output features"
             raise ArgumentError("sizes", list(sizes), constraint, "pass those of the parts")
@@ -105,8 +114,17 @@ class JoinedLinear(Linear):
     @classmethod
     def from_float(cls, source: Sequence[Any], format: str | Format = "w4a16-g128", **options: Any) -> JoinedLinear:
         """Quantize float layers or weights [Ni, K] of `source` as one; format, options: see `Linear.from_float`."""
+        if not isinstance(source, list | tuple) or not source:
+            raise ArgumentError("source", weights.kind(source), "must be a list of layers or weights", "pass [q, k, v]")
         floats = [part.weight if isinstance(part, nn.Linear) else part for part in source]
         biases = [getattr(part, "bias", None) if isinstance(part, nn.Linear) else None for part in source]
+        for each in floats:
+            if not torch.is_tensor(each) or each.dim() != 2:
+                raise ArgumentError("source", weights.described(each), "must be weights [Ni, K]", "pass [q, k, v]")
+            if (each.shape[1], each.dtype, each.device) != (floats[0].shape[1], floats[0].dtype, floats[0].device):
+                seen = f"{weights.described(each)} beside {weights.described(floats[0])}"
+                constraint = "must have one K, dtype and device"
+                raise ArgumentError("source", seen, constraint, "join layers of one input")
         bias = None
         if any(b is not None for b in biases):
             bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in zip(floats, biases)])
@@ -128,6 +146,7 @@ class JoinedLinear(Linear):
         cls, in_features: int, sizes: Sequence[int], format: str | Format = "w4a16-g128", **options: Any
     ) -> JoinedLinear:
         """See `Linear.empty`; `sizes` are the output features of the parts."""
+        _check_sizes(sizes)
         return cls(Linear.empty(in_features, sum(sizes), format, **options)._make(), sizes)
 
     def product(self, x: products.Activations, out_dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -10,6 +10,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn import products
 from terrazzo.nn.formats import FAMILIES, Format, facts_of
 from terrazzo.nn.module import PackedModule, stored_weight
+from terrazzo.ops import weights
 from terrazzo.ops.formats.weight import get_weight_format
 from torch import nn
 
@@ -94,6 +95,8 @@ class Linear(PackedModule):
             blocks8, order, two_level: W4Ax, see its PackedWeight; a permutation is expected where order is named.
             target: architecture; W4Ax needs one.
         """
+        for name, features in (("in_features", in_features), ("out_features", out_features)):
+            weights.check_count(name, features, "pass a number of features")
         form = Format.parse(format)
         family, n, k = FAMILIES[form.family], out_features, in_features
         size = k if form.group_size is None else form.group_size

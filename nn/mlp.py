@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import torch
+from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn import products
 from terrazzo.nn.experts import Experts, known_activation
 from terrazzo.nn.joined import GateUpLinear
 from terrazzo.nn.linear import Linear
 from terrazzo.nn.parallel import TensorParallel
+from terrazzo.ops import weights
 from torch import nn
 
 
@@ -53,6 +55,12 @@ class SparseMLP(nn.Module):
         router_bias: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
+        if not torch.is_tensor(router) or router.dim() != 2:
+            raise ArgumentError("router", weights.described(router), "must be [E, hidden]", "pass the gate's weight")
+        weights.check_count("top_k", top_k, "pass the experts of a token", most=len(router))
+        if router_bias is not None and (not torch.is_tensor(router_bias) or router_bias.shape != router.shape[:1]):
+            seen = weights.described(router_bias)
+            raise ArgumentError("router_bias", seen, f"must be [{len(router)}]", "pass one for each expert, or None")
         self.ranks = ranks
         self.register_buffer("router", router)
         self.register_buffer("router_bias", router_bias)

@@ -148,6 +148,10 @@ def stored_weight(state: Mapping[str, torch.Tensor], prefix: str = "") -> Any:
     Raises:
         ArgumentError: no such weight. LayoutMismatchError: it was packed with another layout than this version's.
     """
+    if not isinstance(state, Mapping):
+        raise ArgumentError("state", type(state).__name__, "must be tensors by name", "pass module.state_dict()")
+    if not isinstance(prefix, str):
+        raise ArgumentError("prefix", type(prefix).__name__, "must be text", "pass 'model.layers.0.mlp.down_proj.'")
     name = f"{prefix}weight_format"
     if name not in state:
         found = sorted(key for key in state if key.startswith(prefix))[:6]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn import glue, products
 from terrazzo.nn.dense import Dense
 from terrazzo.nn.module import PackedModule
 from terrazzo.ops import norm as rows
+from terrazzo.ops import weights
 from torch import nn
 
 
@@ -22,6 +24,11 @@ class RMSNorm(nn.Module):
 
     def __init__(self, weight: torch.Tensor | int, eps: float = 1e-6, offset: float = 0.0) -> None:
         super().__init__()
+        if torch.is_tensor(weight):
+            if weight.dim() != 1 or not weight.is_floating_point():
+                raise ArgumentError("weight", weights.described(weight), "must be float [hidden]", "pass the norm's")
+        else:
+            weights.check_count("weight", weight, "pass the norm's weight, or its number of channels")
         weight = torch.ones(weight) if isinstance(weight, int) else weight.detach()
         self.register_buffer("weight", weight + offset if offset else weight)
         self.eps = eps

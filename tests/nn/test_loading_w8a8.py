@@ -186,8 +186,12 @@ def test_a_named_format_leaves_the_activations_as_they_are_stated(kind, tmp_path
 
 def test_joined_layers_of_unlike_zero_points_are_loaded_in_16_bits_only(tmp_path):
     at = "model.layers.0.self_attn"
-    zeros = {f"{at}.{p}_proj.input_zero_point": torch.tensor(z, dtype=torch.int8) for p, z in zip("qkv", (3, 4, 3))}
-    folder(tmp_path, "int8_static", zeros)
+    zero = lambda name: torch.tensor(4 if name == f"{at}.k_proj" else 3, dtype=torch.int8)
+    folder(tmp_path, "int8_static", {f"{name}.input_zero_point": zero(name) for name in names(0)})
+    config = tmp_path / "config.json"
+    written = json.loads(config.read_text())
+    written["quantization_config"]["config_groups"]["group_0"]["input_activations"]["symmetric"] = False
+    config.write_text(json.dumps(written))
     with pytest.raises(ArgumentError, match=f"input_zero_point = .*{at}.q_proj to {at}.v_proj.*weight_only=True"):
         load(tmp_path, device="cpu")
     assert {type(w) for w in packed_of(load(tmp_path, device="cpu", weight_only=True))} == {Integers}
