@@ -497,7 +497,7 @@ def test_tables_of_other_results(monkeypatch, tmp_path, result):
     path = tmp_path / "attention_ablation_h200.json"
     pytest.importorskip("matplotlib")
     assert plot.main([str(path)]) == 0 and "<svg" in path.with_suffix(".svg").read_text()
-    assert "![the table as bars](attention_ablation_h200.svg)" in attention()
+    assert "![these figures as bars](attention_ablation_h200.svg)" in attention()
     path.write_text(json.dumps({**result, "rows": [parts[0] | {"us": None}]}))
     assert plot.main([str(path)]) == 2
     assert "512 new after 3584 | `int4/int4` | fresh | 100 | 321 | 0.90x |" in attention()
