@@ -204,8 +204,9 @@ def _config_of(source: Any, config: Any) -> tuple[dict, Any]:
             raise ArgumentError("config", None, "is needed beside tensors", "pass model.config")
         folder = weights.path_of(source)
         if not (folder / "config.json").is_file():
-            remedy = "download it first (huggingface_hub.snapshot_download), and pass its folder"
-            raise ArgumentError("source", str(folder), "is no folder with a config.json", remedy)
+            from terrazzo.ops.checkpoints.files import remedy_of
+
+            raise ArgumentError("source", str(folder), "is no folder with a config.json", remedy_of(folder))
         try:
             config = AutoConfig.from_pretrained(folder)
         except Exception as error:  # whatever transformers makes of a damaged config

@@ -13,7 +13,7 @@ from terrazzo.lowering.errors import ArgumentError, TargetError
 
 _PARAMETERS = {
     "group_size": "group", "m": "ms", "n": "shapes", "k": "shapes", "kv_heads": "heads", "k_format": "kv",
-    "v_format": "kv", "page_size": "page", "operator": "op", "model": "models",
+    "v_format": "kv", "page_size": "page", "operator": "op", "model": "models", "format": "form",
 }  # fmt: skip
 """Argument of the library -> parameter of the commands that name it otherwise."""
 _LONG = 500  # characters of a value, of which only the ends are shown
@@ -58,7 +58,9 @@ def in_its_words(command: click.Command, error: ArgumentError) -> str:
     else:
         option = parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
         own = error.argument in (parameter.name, parameter.name.removesuffix("s")) or error.argument == "group_size"
-        name = f"{option} {shown(error.value)}" if own else f"{option}: {error.argument} {shown(error.value)}"
+        own = own or f"--{error.argument}" in parameter.opts
+        value = "" if error.value is None and own else f" {shown(error.value)}"
+        name = f"{option}{value}" if own else f"{option}: {error.argument}{value}"
     return f"{name}: {error.constraint}; {remedy}"
 
 

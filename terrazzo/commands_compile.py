@@ -89,9 +89,9 @@ def compile_command(
     """
     from terrazzo.lowering.targets import Target
 
-    at, wanted = Target.parse(target), _Wanted()
     published = wheel is not None and not (folders or models or shapes or options["op"])
     _check_options(options, bool(folders or models or published), bool(shapes))
+    at, wanted = Target.parse(target), _Wanted()
     check_output(output, replace)
     check_writable("--wheel", wheel)
     if published:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import click
-from terrazzo.command_line import Command
+from terrazzo.command_line import Command, TargetName
 from terrazzo.console import console, json_option, print_json, print_table
 
 SHOWN = 10
@@ -32,7 +33,7 @@ SHOWN = 10
     help="A text file that the float model reads: ranges and orders of codes, smooth vectors, scales of --kv fp8.",
 )
 @click.option("--tokens", default=4096, show_default=True, help="Of the text that are read, in sequences of up to 512.")
-@click.option("--target", help="Architecture to pack for, as sm_90a. Default: the device's.")
+@click.option("--target", type=TargetName(), help="Architecture to pack for, as sm_90a. Default: the device's.")
 @json_option
 def quantize(
     folder: Path,
@@ -57,9 +58,15 @@ def quantize(
     formats = tuple(kv.split("/")) if kv and "/" in kv else kv
     kind = {"f16": torch.float16, "bf16": torch.bfloat16, None: None}[dtype]
     columns = (TextColumn("layers"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console(stderr=True), disable=as_json) as bar:
-        task = bar.add_task("layers", total=None, visible=False)  # bad input is said without a bar
-        note = lambda done, total: bar.update(task, completed=done, total=total, visible=True)
+    with ExitStack() as stack:
+        bar = Progress(*columns, console=console(stderr=True), disable=as_json)
+        task = bar.add_task("layers", total=None)
+
+        def note(done: int, total: int) -> None:
+            if not bar.tasks[0].total:  # bad input, said before the first layer, comes without a bar
+                stack.enter_context(bar)
+            bar.update(task, completed=done, total=total)
+
         text = None if calibration is None else _tokens_of(folder, calibration, tokens)
         options = dict(kv=formats, device=device, dtype=kind, calibration=text, target=target)
         errors = quantize_folder(folder, out, form, **options, progress=note)

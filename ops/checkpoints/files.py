@@ -73,12 +73,7 @@ class TensorFiles:
         """Every *.safetensors of the folder; a tensor that two of them hold is lost."""
         found = [member(self.folder, file.name) for file in sorted(self.folder.glob("*.safetensors"))]
         if not any(found):
-            raise ArgumentError(
-                "path",
-                str(self.folder),
-                "holds no .safetensors file",
-                "pass a safetensors file or folder; convert .bin files first",
-            )
+            raise ArgumentError("path", str(self.folder), "holds no .safetensors file", remedy_of(self.folder))
         for file in filter(None, found):
             for name in self._names(file):
                 if name in self.places:
@@ -170,6 +165,20 @@ class TensorFiles:
         """(safetensors dtype such as "F16", shape) without loading."""
         view = self._open(self.places[name], "cpu").get_slice(name)
         return view.get_dtype(), view.get_shape()
+
+
+def remedy_of(path: Path) -> str:
+    """What to do about a path that is no folder of a model in safetensors files, by what is there."""
+    own = path.parent if path.is_file() else path
+    if path.suffix == ".gguf" or any(own.glob("*.gguf")):
+        return "GGUF's formats are not read: get the model in safetensors files, in 16 bits, AWQ or GPTQ"
+    if (own / "adapter_config.json").is_file():
+        return "merge the adapter into its model (merge_and_unload of peft), save that, and pass its folder"
+    if any(next(own.glob(f"*.{suffix}"), None) for suffix in ("bin", "pt", "pth")):
+        return "convert its pickles: transformers' save_pretrained writes safetensors files"
+    if path.is_file():
+        return "pass the folder of the file, with its config.json"
+    return "download it first (huggingface_hub.snapshot_download), and pass its folder"
 
 
 def member(folder: Path, name: str, index: Path | None = None) -> Path | None:

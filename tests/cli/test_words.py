@@ -87,6 +87,29 @@ def test_a_verb_that_looks_for_a_gpu_says_where_there_is_none(capsys, monkeypatc
     assert "as --target sm_90a" in err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--format", "w4a17"), "--format w4a17: must be one of"),
+        (("--kv", "fp8"), "--calibration: kv='fp8' needs to see keys and values"),
+        (("--target", "sm_90"), "'sm_90' is no target: did you mean 'sm_90a'?"),
+        ((), "is no folder with a config.json"),
+    ],
+)
+def test_bad_input_to_quantize_is_one_line(capsys, tmp_path, arguments, words):
+    model = tmp_path / "model"
+    model.mkdir()
+    if arguments[:1] == ("--kv",):
+        (model / "config.json").write_text('{"model_type": "llama"}')
+    code, out, err = run(capsys, "quantize", str(model), "-o", str(tmp_path / "out"), *arguments)
+    assert code == 2 and not out and err.count("\n") == 1 and words in err
+
+
+def test_compile_without_anything_to_compile_asks_for_that_first(capsys):
+    code, _, err = run(capsys, "compile")
+    assert code == 2 and "name a FOLDER, a --model or a --shape" in err
+
+
 def test_compile_takes_the_gpu_of_this_machine(capsys, monkeypatch):
     found = Target.parse("nvidia/nvidia-a100")
     monkeypatch.setattr(Target, "detect", staticmethod(lambda device=None: found))

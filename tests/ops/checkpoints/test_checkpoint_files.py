@@ -11,6 +11,7 @@ import torch
 from checkpoint_folders import AWQ, GPTQ, LAYER, stored, tensors, write
 from safetensors.torch import save_file
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.nn.loading import load
 from terrazzo.ops import model_layers, w4a16
 from terrazzo.ops.checkpoints import Checkpoint
 from terrazzo.ops.checkpoints.patterns import matches
@@ -64,6 +65,23 @@ def test_a_tensor_in_two_files_without_an_index_is_refused(tmp_path):
     assert list(model.layers) == ["b"] and "model.safetensors and patch.safetensors both hold" in model.skipped["a"]
     with pytest.raises(ArgumentError, match="both hold 'a.scales'"):
         w4a16.load_layer(folder, "a")
+
+
+@pytest.mark.parametrize(
+    ("held", "remedy"),
+    [
+        ("pytorch_model.bin", "save_pretrained writes safetensors files"),
+        ("model-q4_0.gguf", "GGUF's formats are not read"),
+        ("adapter_config.json", "merge the adapter into its model"),
+        ("README.md", "download it first"),
+    ],
+)
+def test_a_folder_without_safetensors_files_says_what_to_do_with_those_it_has(tmp_path, held, remedy):
+    (tmp_path / held).write_text("{}")
+    for read, name in ((Checkpoint, "path"), (load, "source")):  # the latter misses config.json first
+        with pytest.raises(ArgumentError) as said:
+            read(tmp_path)
+        assert said.value.argument == name and remedy in said.value.remedy
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut"])
