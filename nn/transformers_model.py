@@ -29,6 +29,8 @@ STEPS = 256
 """Steps of one token for which a cache takes pages ahead, so that one CUDA graph serves them."""
 REFUSED = ("output_hidden_states", "output_attentions", "output_router_logits")
 """What transformers' models return on demand, and these do not keep."""
+SINGLE = {"num_beams": 1, "assistant_model": None, "prompt_lookup_num_tokens": None, "assistant_early_exit": None}
+"""Options of generation and their one value that is served: others take tokens of a sequence back."""
 VARYING_ROTARY = ("dynamic", "longrope")
 """Kinds of rotary positions whose rates depend on the text's length."""
 
@@ -173,9 +175,9 @@ class Body(nn.Module):
             cache: the name of past_key_values from transformers 5.24 on.
 
         Raises:
-            ArgumentError: tokens that are no integers [B, T], or come beside embeddings; a mask of four dimensions, a
-                cache of another kind that holds tokens, positions of another shape, outputs that are not kept (hidden
-                states of layers, attention, router logits).
+            ArgumentError: tokens that are no integers [B, T] of the vocabulary, or come beside embeddings; a mask of
+                four dimensions, a cache of another kind that holds tokens, positions of another shape, outputs that are
+                not kept (hidden states of layers, attention, router logits).
         """
         for name in REFUSED:
             if kwargs.get(name, getattr(self.config, name, False)):
@@ -186,6 +188,9 @@ class Body(nn.Module):
         held = self._cache(past_key_values if cache is None else cache, rows, columns, use_cache)
         mask = _newest(attention_mask, rows, columns)
         positions = _positions(position_ids, rows, columns)
+        steps = given.is_cuda and columns == 1  # of tokens that the model made; nothing waits for the device
+        if inputs_embeds is None and not steps and not _traced():
+            _check_vocabulary(given if mask is None else given[mask], len(self.embed_tokens.weight))
         with torch.no_grad():
             h = None
             if columns == 1 and inputs_embeds is None and use_cache is not False and not _traced():
@@ -256,6 +261,15 @@ def _positions(given: torch.Tensor | None, rows: int, columns: int) -> torch.Ten
     return given.expand(rows, columns)
 
 
+def _check_vocabulary(tokens: torch.Tensor, count: int) -> None:
+    """Refuse tokens that the embedding has no row for, which would end a GPU's context."""
+    if tokens.numel():
+        least, most = torch.stack(tokens.aminmax()).tolist()
+        if least < 0 or most >= count:
+            seen = least if least < 0 else most
+            raise ArgumentError("input_ids", seen, f"tokens must be 0..{count - 1}", "use the tokenizer of this model")
+
+
 def _traced() -> bool:
     """Whether a graph is being made around this call."""
     return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
@@ -290,8 +304,13 @@ class Causal:
 
         Raises:
             ArgumentError: an attention_mask whose last column is padding: the next token would follow that. Prompts too
-                long for the model, with what is generated.
+                long for the model, with what is generated. Beams, and guesses that are taken back.
         """
+        stated = kwargs.get("generation_config", args[0] if args else None) or self.generation_config
+        for name, only in SINGLE.items():
+            if (asked := kwargs.get(name, getattr(stated, name, None))) not in (only, None):
+                remedy = f"generate with {name}={only}"
+                raise ArgumentError(name, _brief(asked), "is not served: the cache takes no token back", remedy)
         mask = kwargs.get("attention_mask")
         if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.numel() and not bool(mask[:, -1].all()):
             remedy = "pass padding_side='left' to the tokenizer; terrazzo.generate needs no padding"
@@ -299,7 +318,6 @@ class Causal:
             raise ArgumentError("attention_mask", seen, "pads on the right, where the next token comes", remedy)
         given = next((x for x in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None)
         if isinstance(given, torch.Tensor) and given.dim() > 1:
-            stated = kwargs.get("generation_config", args[0] if args else None) or self.generation_config
             longest = int(mask.sum(1).max()) if isinstance(mask, torch.Tensor) and mask.dim() == 2 else given.shape[1]
             check_length(longest, _new_tokens(stated, kwargs, given.shape[1]), self.max_positions)
         return super().generate(inputs, *args, **kwargs)
@@ -335,6 +353,11 @@ class Causal:
         from terrazzo.nn.loading import load
 
         return load(folder, **options)
+
+
+def _brief(value: Any) -> Any:
+    """A value, or the name of an object's type."""
+    return value if isinstance(value, int | str) else type(value).__name__
 
 
 def _new_tokens(stated: Any, asked: dict[str, Any], columns: int) -> int:

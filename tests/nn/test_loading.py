@@ -257,11 +257,21 @@ def test_float_layers_of_a_rotated_model_are_refused(tmp_path, field, value):
 
 
 @torch.no_grad()
-def test_beams_and_masks_that_are_too_narrow_are_refused():
+def test_beams_guesses_and_masks_that_are_too_narrow_are_refused(monkeypatch):
     model = float_model("llama")
     loaded, ids = load(model.state_dict(), config=model.config, device="cpu"), torch.arange(12).view(2, 6)
-    with pytest.raises(ArgumentError, match="num_beams"):
-        loaded.generate(ids, attention_mask=torch.ones_like(ids), num_beams=2, max_new_tokens=3, pad_token_id=0)
+    ran: list[object] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(type(loaded), "forward", lambda *args, **kwargs: ran.append(args))
+        for option in ({"num_beams": 2}, {"prompt_lookup_num_tokens": 3}, {"assistant_model": model}):
+            with pytest.raises(ArgumentError, match=next(iter(option))):
+                loaded.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, pad_token_id=0, **option)
+    assert not ran
+    for wrong in (64, -1):
+        with pytest.raises(ArgumentError, match=rf"input_ids = {wrong}: tokens must be 0\.\.63"):
+            loaded(torch.tensor([[0, wrong]]))
+    padded = torch.tensor([[-1, 5]])  # what is no token of the text is not looked up
+    assert loaded(padded, attention_mask=torch.tensor([[0, 1]])).logits.isfinite().all()
     for mask in (torch.zeros(2, 5), torch.zeros(1, 6)):
         with pytest.raises(ArgumentError, match="attention_mask"):
             loaded(ids, attention_mask=mask)
