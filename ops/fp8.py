@@ -80,7 +80,12 @@ def pack(
     Raises:
         ArgumentError: see `QuantizedWeight.canonical`. TargetError: see `Target.parse`.
     """
-    if group_size is None and hasattr(codes, "shape") and len(codes.shape) == 2:
+    if (
+        group_size is None
+        and not getattr(codes, "is_nested", False)
+        and hasattr(codes, "shape")
+        and len(codes.shape) == 2
+    ):
         n, k = codes.shape
         shape = tuple(getattr(scales, "shape", ()))
         rows = shape in ((), (1,), (n,), (n, 1)) or (shape == (1, 1) and k <= 128)

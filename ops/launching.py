@@ -443,13 +443,16 @@ def check_tensor(x: Any, name: str, what: str, *sizes: Any) -> None:
     """
     import torch
 
-    if isinstance(x, torch.Tensor) and x.layout is torch.strided:
+    if isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.is_nested:
         return
     what = what.format(*sizes)
     if not isinstance(x, torch.Tensor):
         convert = "from_dlpack" if hasattr(type(x), "__dlpack__") else "as_tensor"
         raise ArgumentError(name, type(x).__name__, f"must be a torch tensor, {what}", f"convert it: torch.{convert}")
-    raise ArgumentError(name, str(x.layout), f"must be a dense tensor, {what}", "convert it: x.to_dense()")
+    seen, convert = (
+        ("nested", "pad it: x.to_padded_tensor(0.0)") if x.is_nested else (x.layout, "convert it: x.to_dense()")
+    )
+    raise ArgumentError(name, str(seen), f"must be a dense tensor, {what}", convert)
 
 
 def is_traced(*given: Any) -> bool:

@@ -55,7 +55,12 @@ def gemm(
     if not isinstance(w, PackedWeight):
         raise launching.not_packed(w, "w4ax")
     held = x.q8 if isinstance(x, QuantizedActivations) else x
-    if torch.compiler.is_compiling() or type(held) is not torch.Tensor or held.layout is not torch.strided:
+    if (
+        torch.compiler.is_compiling()
+        or type(held) is not torch.Tensor
+        or held.layout is not torch.strided
+        or held.is_nested
+    ):
         if dlpack.is_foreign(held):
             return dlpack.call(gemm, locals())
         launching.check_tensor(held, "x", "[..., {}], or QuantizedActivations of w4ax", w.k)
@@ -170,7 +175,7 @@ def quantize_activations(
 
     if not isinstance(w, PackedWeight):
         raise launching.not_packed(w, "w4ax")
-    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.layout is not torch.strided:
+    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.layout is not torch.strided or x.is_nested:
         if dlpack.is_foreign(x):
             return dlpack.call(quantize_activations, locals())
         launching.check_tensor(x, "x", "[..., {}]", w.k)

@@ -55,7 +55,7 @@ def gemm(
 
     if not isinstance(w, WeightOnly):
         raise launching.not_packed(w, FAMILIES)
-    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.layout is not torch.strided:
+    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.layout is not torch.strided or x.is_nested:
         if dlpack.is_foreign(x):
             return dlpack.call(gemm, locals())
         launching.check_tensor(x, "x", "[..., {}]", w.k)

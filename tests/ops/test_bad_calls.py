@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops import attention, moe, w4a8, w4a16, w4ax
+from terrazzo.ops import activation, attention, moe, norm, w4a8, w4a16, w4ax, w8a8
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.w4a8 import QuantizedActivations, fp8
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -44,6 +44,29 @@ def test_what_is_no_activation_or_no_weight(name, weights):
         if GEMMS[other] is not gemm:
             with pytest.raises(ArgumentError, match=rf"{other.replace('fp8', 'w4a8')}\.gemm with w"):
                 gemm(X, taken)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+@pytest.mark.parametrize("form", ("nested", "sparse", "mkldnn"))
+def test_tensors_without_rows_in_memory(form, weights):
+    """Strided nested tensors, which know no shape, too."""
+    made = {
+        "nested": lambda: torch.nested.nested_tensor([X, X[:1]]), "sparse": X.to_sparse,
+        "mkldnn": X.float().to_mkldnn,
+    }  # fmt: skip
+    bad = made[form]()
+    w8, offsets = w8a8.quantize(torch.randn(N, K)), torch.tensor([0, 2, 3], dtype=torch.int32)
+    stacks = {w4a8: weights["w4a8"], w4a16: weights["w4a16"], w8a8: w8}
+    calls = [lambda name=name: GEMMS[name](bad, weights[name]) for name in GEMMS]
+    calls += [
+        lambda op=op, w=w: op.grouped_gemm(bad, GroupedWeight.stack([w] * 2), offsets) for op, w in stacks.items()
+    ]
+    calls += [lambda: w8a8.gemm(bad, w8), lambda: w8a8.quantize_activations(bad, w8)]
+    calls += [lambda op=op: op.quantize_activations(bad) for op in (w4a8, fp8)]
+    calls += [lambda: norm.rms_norm(bad, X[0]), lambda: activation.act_and_mul(bad)]
+    for call in calls:
+        with pytest.raises(ArgumentError, match=rf"^x = '[^']*{form}[^']*': must be a dense tensor"):
+            call()
 
 
 @pytest.mark.parametrize("name", GEMMS)

@@ -56,7 +56,12 @@ def gemm(
     if not isinstance(w, PackedWeight):
         raise launching.not_packed(w, "w8a8")
     held = x.q if isinstance(x, Activations) else x
-    if torch.compiler.is_compiling() or type(held) is not torch.Tensor or held.layout is not torch.strided:
+    if (
+        torch.compiler.is_compiling()
+        or type(held) is not torch.Tensor
+        or held.layout is not torch.strided
+        or held.is_nested
+    ):
         if dlpack.is_foreign(held):
             return dlpack.call(gemm, locals())
         launching.check_tensor(held, "x", "[..., {}], or what w8a8.quantize_activations makes", w.k)
@@ -158,7 +163,7 @@ def quantize_activations(x: SupportsDLPack, w: PackedWeight) -> Activations:
 
     if not isinstance(w, PackedWeight):
         raise launching.not_packed(w, "w8a8")
-    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.layout is not torch.strided:
+    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.layout is not torch.strided or x.is_nested:
         if dlpack.is_foreign(x):
             return dlpack.call(quantize_activations, locals())
         launching.check_tensor(x, "x", "[..., {}]", w.k)
