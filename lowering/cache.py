@@ -40,6 +40,7 @@ VERSION = "v2"
 _OLD_VERSIONS = ("v1",)  # never read; `clear` removes them
 _KEY = "[0-9a-f]{64}"
 _MADE_HERE = {"kernels": re.compile(_KEY), "quarantine": re.compile(rf"{_KEY}\.[0-9a-f]+")}
+_MADE_HERE["bytecode"] = re.compile(_KEY)  # of `bytecode.py`
 _REMEDY = "set TERRAZZO_CACHE_DIR to a writable folder of your own"
 
 
@@ -189,7 +190,7 @@ def get_or_build(
         CacheError: the cache folder cannot be written (an OSError of `build` counts as that), must not be trusted, or
             a damaged entry of this key cannot be moved out of the way.
     """
-    with _writing(), _key_lock(key, LOCK_TIMEOUT_S if timeout is None else timeout):
+    with _writing(), key_lock(key, LOCK_TIMEOUT_S if timeout is None else timeout):
         entry = lookup(key, meta)
         if entry is not None:
             return entry
@@ -238,7 +239,7 @@ def _is_full(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _key_lock(key: str, timeout: float) -> Iterator[bool]:
+def key_lock(key: str, timeout: float) -> Iterator[bool]:
     """Hold the lock of a key; yields False if it did not come free in time. A killed holder frees it."""
     import filelock
 
@@ -307,7 +308,7 @@ def clear() -> dict[str, int]:
         CacheError: the cache is no folder, must not be trusted, or an entry cannot be removed (a read-only cache).
     """
     removed, freed, failure = 0, 0, None
-    found = [*_made_here(VERSION, "kernels"), *_made_here(VERSION, "quarantine")]
+    found = [*_made_here(VERSION, "kernels"), *_made_here(VERSION, "quarantine"), *_made_here(VERSION, "bytecode")]
     for version in _OLD_VERSIONS:
         with contextlib.suppress(CacheError):  # it is never read, so it may stay
             found += [*_made_here(version, "kernels"), *_made_here(version, "quarantine")]

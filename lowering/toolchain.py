@@ -230,6 +230,7 @@ def import_tilelang():
         raise ToolchainError(f"compiling a kernel needs {' and '.join(unfit)}; {INSTALL_COMPILER}")
     if "tilelang" in sys.modules:
         return sys.modules["tilelang"]
+    from terrazzo.lowering.bytecode import bytecode_of
     from terrazzo.lowering.cache import tilelang_folder
 
     # tilelang puts its own TVM first on sys.path unless it is there already, and a worker has its parent's entries
@@ -241,7 +242,8 @@ def import_tilelang():
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "TVM_LIBRARY_PATH", "TILELANG_CACHE_DIR")}
     os.environ["TILELANG_CACHE_DIR"] = folder = tilelang_folder()
     try:
-        import tilelang
+        with bytecode_of(package_folder("tilelang")):
+            import tilelang
 
         tilelang.env.TILELANG_CACHE_DIR = folder
     finally:

@@ -297,7 +297,7 @@ def test_a_disk_without_locks_serves_and_is_not_swept(cache_dir, monkeypatch):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(folders.fcntl, "flock", refuse)
-    with cache._key_lock("a" * 64, 0.0):
+    with cache.key_lock("a" * 64, 0.0):
         assert fake_entry(SCALE) == find(SCALE)
     assert len(list((cache_dir / "v2" / "building").iterdir())) == 1
 

@@ -180,7 +180,7 @@ def test_bad_paths_and_names(tmp_path):
     refused("must hold JSON", path, "a")
     (path / "config.json").unlink()
     next(path.glob("*-of-*")).unlink()
-    refused("must be a readable safetensors file", path, "a")
+    refused("is not there: get it again, into the folder of its index", path, "a")
     shutil.copy(DATA / "awq.safetensors", tmp_path / "cut.safetensors")
     (tmp_path / "cut.safetensors").write_bytes((DATA / "awq.safetensors").read_bytes()[:1000])
     refused("must be a readable safetensors file", tmp_path / "cut.safetensors")
