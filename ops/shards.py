@@ -206,7 +206,7 @@ def _check_columns(weight: Any, world: int, spans: Sequence[Span]) -> None:
     if size < k and any(low % size or (high % size and high != k) for low, high in spans):
         whole = k // size if k % size == 0 else 1
         constraint = f"must cut K = {k} between groups of {size}, of which there are {-(-k // size)}"
-        remedy = f"use one of {divisors(whole)}, or quantize with smaller groups"
+        remedy = f"use one of {divisors(whole)}, or quantize with smaller groups, where the format has others"
         raise ArgumentError("world", world, constraint, remedy)
 
 
