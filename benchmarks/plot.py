@@ -113,14 +113,10 @@ def draw_decode(result: Mapping[str, Any], path: Path) -> Path:
         raise ValueError(f"{path}: no row has a time and one of torch's f16 attention")
     figure, axes = _pyplot().subplots(figsize=(10.5, 4), layout="constrained")
     caches = list(dict.fromkeys(cache for cells in bars.values() for cache in cells))
-    ours = [name for name in bars if name.startswith("terrazzo ")]
-    rivals = [name for name in bars if name not in ours]
-    last = [max(bars[name].values()) for name in ours]
-    ours = [name for _, name in sorted(zip(last, ours))]
-    colors = (
-        *RIVALS[: len(rivals)],
-        *_pyplot().get_cmap("OrRd")([0.3 + 0.6 * i / len(ours) for i in range(len(ours))]),
-    )
+    rivals = [name for name in bars if not name.startswith("terrazzo ")]
+    ours = sorted((name for name in bars if name not in rivals), key=lambda name: max(bars[name].values()))
+    shades = _pyplot().get_cmap("OrRd")([0.3 + 0.6 * i / len(ours) for i in range(len(ours))])
+    colors = (*RIVALS[: len(rivals)], *shades)
     heights = {name: [bars[name].get(cache) for cache in caches] for name in (*rivals, *ours)}
     _bars(axes, caches, heights, "", colors)
     axes.set_ylabel("speed-up over torch's fastest f16")

@@ -28,7 +28,7 @@ def bytecode_of(package: Path) -> Iterator[None]:
     """Import a package's modules from bytecode, inside. Where that cannot be had, Python compiles them as ever."""
     first, before = package / "__init__.py", sys.pycache_prefix
     made = Path(importlib.util.cache_from_source(os.fspath(first)))
-    if before is not None or made.is_file():
+    if before is not None or made.is_file() or not sys.executable:
         yield
         return
     found = None
@@ -52,6 +52,8 @@ def _folder(package: Path, first: Path) -> Path:
             if mine and not folder.is_dir():
                 with folders.private_folder(cache.room(cache.VERSION, "building"), key) as private:
                     _compile(package, private)
+                    if next(private.rglob("*.pyc"), None) is None:
+                        raise FileNotFoundError(private)
                     folders.publish_folder(private, folder)
     return folder
 

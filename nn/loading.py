@@ -78,7 +78,7 @@ def load(
     model_module = _transformers()
     cut_layers = config is not None
     to = weights.device_of(device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu"))
-    own, config = _config_of(source, config)
+    own, config = read_config(source, config)
     found = dtype_of(config, dtype)
     _check_options(options, quantize, target, max_tokens, weight_only)
     _check_activations(activations, weight_only)
@@ -193,7 +193,7 @@ def _transformers() -> Any:
     return transformers_model
 
 
-def _config_of(source: Any, config: Any) -> tuple[dict, Any]:
+def read_config(source: Any, config: Any) -> tuple[dict, Any]:
     """(what `save_pretrained` noted, text config without a quantization config)."""
     from copy import deepcopy
 

@@ -71,7 +71,7 @@ def quantize_folder(
         raise ArgumentError("calibration", None, f"{form} needs to see activations", TEXT)
     model_module = loading._transformers()
     to = weights.device_of(device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu"))
-    own, config = loading._config_of(source, None)
+    own, config = loading.read_config(source, None)
     if own:
         raise ArgumentError("source", str(source), "is packed already", "quantize the float model")
     found = loading.dtype_of(config, dtype)

@@ -366,7 +366,7 @@ def _new_tokens(stated: Any, asked: dict[str, Any], columns: int) -> int:
         if (new := source("max_new_tokens")) is not None:
             return new
         if (length := source("max_length")) is not None:
-            return length - columns
+            return max(length - columns, 0)
     return 1  # by default it stops where the positions end
 
 

@@ -82,7 +82,7 @@ def _tokens_of(folder: Path, path: Path, most: int) -> Any:
     import torch
     from terrazzo.lowering.errors import ArgumentError
     from terrazzo.nn.config_fields import positions
-    from terrazzo.nn.loading import _config_of
+    from terrazzo.nn.loading import read_config
     from transformers import AutoTokenizer
 
     try:
@@ -91,7 +91,7 @@ def _tokens_of(folder: Path, path: Path, most: int) -> Any:
         said = " ".join(str(error).split())[:200]
         raise ArgumentError("folder", str(folder), f"has no tokenizer that can be read ({said})", "get it") from None
     found = tokenizer(path.read_text(errors="replace")[: 32 * max(most, 1)], add_special_tokens=False).input_ids[:most]
-    length = min(512, len(found), positions(_config_of(folder, None)[1]) or 512)
+    length = min(512, len(found), positions(read_config(folder, None)[1]) or 512)
     if not length:
         raise ArgumentError("--calibration", str(path), "holds no token", "name a text, and --tokens above 0")
     rows = len(found) // length

@@ -75,6 +75,12 @@ def test_without_a_cache_python_compiles_as_ever(package, tmp_path, monkeypatch)
     assert imported(package).VALUE == 1 and sys.pycache_prefix is None
 
 
+@pytest.mark.parametrize("python", ["", "/bin/true"])
+def test_a_python_that_makes_nothing_leaves_nothing(package, monkeypatch, python):
+    monkeypatch.setattr(sys, "executable", python)
+    assert imported(package).VALUE == 1 and sys.pycache_prefix is None and not made()
+
+
 def test_clearing_the_cache_removes_it(package):
     imported(package)
     assert made()

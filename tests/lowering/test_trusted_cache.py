@@ -303,12 +303,12 @@ def test_a_disk_without_locks_serves_and_is_not_swept(cache_dir, monkeypatch):
 
 
 def test_a_full_folder_for_temporary_files_is_named(cache_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path / "full"))
 
     def build(folder):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "tmp" / "x.cu"))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "full" / "x.cu"))
 
-    with pytest.raises(CacheError, match=rf"temporary files cannot be written: .*{tmp_path}/tmp/x.*; .*set TMPDIR to"):
+    with pytest.raises(CacheError, match=rf"temporary files cannot be written: .*{tmp_path}/full/x.*; .*set TMPDIR to"):
         cache.get_or_build("e" * 64, {}, build)
 
 

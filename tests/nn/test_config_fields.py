@@ -196,8 +196,9 @@ def test_prompts_longer_than_the_model_are_refused_before_anything_runs(monkeypa
     with pytest.raises(ArgumentError) as said:
         generation.generate(model, [[*prompt, 1, 2, 3]], max_new_tokens=1)
     assert said.value.argument == "prompts" and "17 tokens" in str(said.value) and "16 positions" in str(said.value)
-    with pytest.raises(ArgumentError, match="16 positions"):
-        model.generate(torch.zeros(1, 17, dtype=torch.int64))
+    for options in ({}, {"max_length": 14}):
+        with pytest.raises(ArgumentError, match="16 positions"):
+            model.generate(torch.zeros(1, 17, dtype=torch.int64), **options)
     assert not ran
 
 
