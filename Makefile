@@ -5,6 +5,7 @@
 #   make test PYTEST="-k layouts -x"                              arguments for pytest
 #   make test WORKERS=8                                           processes that run tests; 0: this one alone
 #   make test-slow SEED=12                                        random cases of another run again
+#   make attack TIMES=50 PYTEST=tests/lowering                    fifty times as many tries as `make test`, of one floor
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,6 +13,7 @@ BIN := $(VENV)/bin
 PYTEST ?=
 WORKERS ?= 2
 TARGETS ?= sm_90a
+TIMES ?= 20
 SEED ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 
 # One fixed torch where no GPU is used, so that runs are alike; with a GPU the newest that pip finds.
@@ -22,12 +24,13 @@ else
 TORCH ?= torch==2.13.0
 endif
 
-.PHONY: help demo test test-slow lint format bench gpu wheels digests docs docs-check docs-site release-check clean
+.PHONY: help demo test test-slow attack lint format bench gpu wheels digests docs docs-check docs-site release-check clean
 
 help:
 	@echo "make demo         one quantized layer through the whole library"
 	@echo "make test         install, lint and run the quick tests, the same cases every time"
 	@echo "make test-slow    the slow tests, and the random cases of a new seed; SEED=12: of that one"
+	@echo "make attack       damage of a new seed for every reader, twenty times as much as in make test; TIMES=50"
 	@echo "make lint         ruff check and ruff format --check"
 	@echo "make format       rewrite what the linter can rewrite"
 	@echo "make bench        measure on this machine's GPU; BENCH='--quick' for a short run"
@@ -81,6 +84,12 @@ bench: $(VENV)/.test
 
 gpu: $(VENV)/.test
 	$(BIN)/python -m benchmarks.host $(ARGS)
+
+# The tests of the fixture `tries`, outside of CI: half an hour on two cores.
+attack: SEED := $(SEED)
+attack: $(VENV)/.test
+	@echo "Tries of seed $(SEED): make attack SEED=$(SEED) TIMES=$(TIMES) runs them again."
+	TERRAZZO_ATTACK=$(TIMES) $(BIN)/python -m pytest -n $(WORKERS) -m attack --hypothesis-seed=$(SEED) $(PYTEST)
 
 # Kernels that are in the cache are not compiled again: a build that was interrupted goes on.
 wheels: $(VENV)/.demo

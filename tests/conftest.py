@@ -9,6 +9,7 @@ import signal
 import sys
 import zlib
 from collections import Counter
+from collections.abc import Callable, Iterator
 
 import hypothesis
 import pytest
@@ -44,6 +45,42 @@ def pytest_configure(config: pytest.Config) -> None:
 def seed(request: pytest.FixtureRequest) -> int:
     """For tests marked `random`: 0 in `make test`, that of `--hypothesis-seed` in `make test-slow`."""
     return int(request.config.getoption("--hypothesis-seed") or 0)
+
+
+@pytest.fixture
+def tries(request: pytest.FixtureRequest, seed: int) -> Callable[[int], Iterator[random.Random]]:
+    """`for random in tries(200)`: an attack, of a generator for each try; $TERRAZZO_ATTACK times as many if it is set.
+
+    A test that takes it is marked `random` and `attack`. Tries are seeded one by one, so that they are alike in every
+    number of them. A test that fails says which one it was, and $TERRAZZO_TRY runs that one alone.
+    """
+    name = request.node.originalname
+
+    def draw(count: int) -> Iterator[random.Random]:
+        alone = os.environ.get("TERRAZZO_TRY")
+        for number in range(count * int(os.environ.get("TERRAZZO_ATTACK", 1))) if alone is None else (int(alone),):
+            request.node.stash[TRY] = f"TERRAZZO_TRY={number} pytest --hypothesis-seed={seed} '{request.node.nodeid}'"
+            yield random.Random(f"{seed} {name} {number}")
+        del request.node.stash[TRY]
+
+    return draw
+
+
+TRY = pytest.StashKey[str]()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if "tries" in getattr(item, "fixturenames", ()):
+        item.add_marker("random")
+        item.add_marker("attack")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
+    report = yield
+    if call.when == "call" and report.failed and TRY in item.stash:
+        report.sections.append(("This try again", item.stash[TRY]))
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -6,14 +6,15 @@
     data = mutation.data(bytes, random)          # bytes flipped, cut, doubled, zeroed
     named = mutation.tensors(good, random)       # name -> tensor: lost, of other shapes, dtypes and values
 
-A reader is held to `survives`: it returns, or raises an error that is meant for its user. Shared by the tests of every
-reader; needs no file, and torch for tensors only.
+A reader is held to `survives`: it returns, or raises an error that is meant for its user, and in time. Shared by the
+tests of every reader; needs no file, and torch for tensors only. The fixture `tries` gives each try its generator.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from copy import deepcopy
@@ -212,13 +213,21 @@ def _noise(tensor: Any, random: Random) -> Any:
     return torch.frombuffer(bytearray(random.randbytes(size)), dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
 
 
-def survives(call: Callable[[], Any], *also: type[BaseException]) -> bool:
+MOST_S = 20.0
+"""Seconds in which a reader answers, whatever it was given; wide, as machines are busy."""
+
+
+def survives(call: Callable[[], Any], *also: type[BaseException], seconds: float = MOST_S) -> bool:
     """Whether a reader took what it got; False when it refused it with an error of ours (or one of `also`).
 
-    Whatever else it raises goes on, and fails the test.
+    Whatever else it raises goes on, and fails the test, as does an answer that takes longer than `seconds`.
     """
+    start = time.monotonic()
     try:
         call()
     except (TerrazzoError, *also):
         return False
+    finally:
+        took = time.monotonic() - start
+        assert took < seconds, f"an answer took {took:.1f} seconds, more than {seconds:g}"
     return True

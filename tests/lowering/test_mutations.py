@@ -4,24 +4,11 @@ import json
 import os
 import shutil
 from contextlib import suppress
-from random import Random
 
 import mutation
-import pytest
 from fake_kernels import GEMM, REPORT, SCALE, fake_bundle, fake_entry, find, manifest_of, rehash
 from terrazzo.lowering import KernelReport, cache, folders, kernels, load_bundle
 from terrazzo.lowering.errors import CacheError
-
-
-def counts(quick, many):
-    """A few cases in `make test`, many in `make test-slow`."""
-    return pytest.mark.parametrize(
-        "count",
-        [
-            pytest.param(quick, marks=pytest.mark.random, id="quick"),
-            pytest.param(many, marks=pytest.mark.slow, id="many"),
-        ],
-    )
 
 
 def write(path, data):
@@ -64,19 +51,17 @@ def copy_of(original, place):
     return shutil.copytree(original, place)
 
 
-@counts(300, 3000)
-def test_bundles_with_damaged_manifests(cache_dir, tmp_path, seed, count):
+def test_bundles_with_damaged_manifests(cache_dir, tmp_path, tries):
     original = fake_bundle(tmp_path / "original", SCALE, GEMM)
     bundle, good = copy_of(original, tmp_path / "bundle"), manifest_of(original)
-    taken = 0
-    for case in range(count):
-        random = Random(f"{seed} bundle {case}")
+    taken = []
+    for random in tries(300):
         write(bundle / "manifest.json", mutation.text(mutation.value(good, random), random))
         kernels.forget_kernels()
-        if mutation.survives(lambda: load_bundle(bundle, "sm_80")):
-            taken += 1
+        taken.append(mutation.survives(lambda: load_bundle(bundle, "sm_80")))
+        if taken[-1]:
             check_bundled()
-    assert 0 < taken < count / 2  # some changes mean nothing: another toolchain, a changed name of a layout
+    assert 0 < sum(taken) < len(taken) / 2  # some changes mean nothing: another toolchain, a changed name of a layout
 
 
 def check_bundled():
@@ -87,11 +72,9 @@ def check_bundled():
             assert bundled.code().startswith(str(request).encode())
 
 
-@counts(100, 1000)
-def test_bundles_with_damaged_files(cache_dir, tmp_path, seed, count):
+def test_bundles_with_damaged_files(cache_dir, tmp_path, tries):
     original = fake_bundle(tmp_path / "original", SCALE, GEMM)
-    for case in range(count):
-        random = Random(f"{seed} files {case}")
+    for random in tries(100):
         bundle = copy_of(original, tmp_path / "bundle")
         damage_file(bundle, random)
         kernels.forget_kernels()
@@ -101,12 +84,10 @@ def test_bundles_with_damaged_files(cache_dir, tmp_path, seed, count):
             mutation.survives(check_bundled)
 
 
-@counts(100, 1000)
-def test_damaged_cache_entries(cache_dir, tmp_path, seed, count):
+def test_damaged_cache_entries(cache_dir, tmp_path, tries):
     entry = fake_entry(SCALE)
     original, good = shutil.copytree(entry, tmp_path / "original"), manifest_of(entry)
-    for case in range(count):
-        random = Random(f"{seed} entry {case}")
+    for case, random in enumerate(tries(100)):
         if entry.parent.is_dir():
             copy_of(original, entry)
         if random.random() < 0.5:
@@ -125,26 +106,23 @@ def test_damaged_cache_entries(cache_dir, tmp_path, seed, count):
             fake_entry(SCALE)
 
 
-@counts(300, 3000)
-def test_damaged_reports(seed, count):
-    good, taken = REPORT.as_dict(), 0
-    for case in range(count):
-        random = Random(f"{seed} report {case}")
+def test_damaged_reports(tries):
+    good, taken = REPORT.as_dict(), []
+    for random in tries(300):
+        taken.append(False)
         with suppress(ValueError):
             report = KernelReport.parse(mutation.text(mutation.value(good, random), random), "report.json")
-            taken += 1
+            taken[-1] = True
             assert report == KernelReport(**json.loads(json.dumps(report.as_dict())))
             assert report.count("HMMA") + report.registers + report.spill_stores >= 0 and report.note + "" is not None
-    assert 0 < taken < count
+    assert 0 < sum(taken) < len(taken)
 
 
-@counts(300, 3000)
-def test_damaged_requests_of_bundles(cache_dir, tmp_path, seed, count):
+def test_damaged_requests_of_bundles(cache_dir, tmp_path, tries):
     """Damage inside a kernel's request alone, with everything around it right."""
     bundle = fake_bundle(tmp_path / "bundle", SCALE, GEMM)
     good = manifest_of(bundle)
-    for case in range(count):
-        random = Random(f"{seed} request {case}")
+    for random in tries(300):
         manifest = json.loads(json.dumps(good))
         kernel = random.choice(manifest["kernels"])
         kernel["request"] = mutation.value(kernel["request"], random)
