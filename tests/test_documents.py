@@ -91,6 +91,18 @@ def test_a_shipped_table_has_as_many_records_as_the_page_says(gpu):
     assert len(table["records"]) == stated
 
 
+def test_every_promise_of_trust_names_tests_that_exist():
+    text = (DOCS / "trust.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|(?! ---)(.*)\|(.*)\|$", text.split("## Promises and their tests\n", 1)[1], re.MULTILINE)
+    assert len(rows) > 15
+    for promise, cell in rows[1:]:
+        named = re.findall(r"`([^`]*)`", cell)
+        assert named and re.fullmatch(r" `[^`]*`(, `[^`]*`)* ", cell), promise
+        for test in named:
+            file, _, name = test.partition("::")
+            assert re.search(rf"^def {name}\(", (ROOT / "tests" / file).read_text(encoding="utf-8"), re.MULTILINE), test
+
+
 WITH_CODE = [page for page in [ROOT / "README.md", *PAGES] if examples(page)]
 MODELS = {"README", "generate", "quick-start"}
 """Pages that load a model: slow on a CPU."""
