@@ -105,6 +105,23 @@ def test_bad_input_to_quantize_is_one_line(capsys, tmp_path, arguments, words):
     assert code == 2 and not out and err.count("\n") == 1 and words in err
 
 
+@pytest.mark.parametrize("most,shape", [(6, (1, 6)), (600, (1, 512)), (1100, (2, 512)), (None, (4, 512))])
+def test_quantize_reads_so_many_tokens_of_the_text(capsys, monkeypatch, tmp_path, most, shape):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from tests.nn.tiny_text import write_folder
+
+    write_folder(tmp_path / "model")
+    capsys.readouterr()  # bars of transformers
+    (tmp_path / "text").write_text("abcdef" * 400)
+    asked = []
+    monkeypatch.setattr("terrazzo.nn.quantizing.quantize_folder", lambda *given, **options: asked.append(options) or {})
+    given = ("quantize", str(tmp_path / "model"), "-o", str(tmp_path / "out"), "--calibration", str(tmp_path / "text"))
+    code, _, err = run(capsys, *given, *(("--tokens", str(most)) if most else ()), "--json")
+    (text,) = [options["calibration"] for options in asked]
+    assert code == 0 and not err and text.shape == shape
+    assert bytes(text.flatten().tolist()) == (b"abcdef" * 400)[: text.numel()]
+
+
 def test_compile_without_anything_to_compile_asks_for_that_first(capsys):
     code, _, err = run(capsys, "compile")
     assert code == 2 and "name a FOLDER, a --model or a --shape" in err

@@ -170,6 +170,7 @@ def test_bad_words_and_pad_are_refused():
 
 A16, K4 = Fragment.wgmma_a(16), [(0, k) for k in range(4)]
 WORD_MAJOR = LinearMap.reshape({"thread": 7, "word": 2}, {"address": 9}).order(["word", "thread"], [])
+GAPPED = LinearMap((("word", 2), ("thread", 7)), (("address", 9),), (1, 2, 4, 8, 16, 32, 128, 64, 256))
 LANES_APART = LinearMap((("word", 2), ("thread", 7)), (("address", 9),), (1, 2, 64, 32, 16, 8, 4, 128, 256))
 
 
@@ -195,6 +196,13 @@ LANES_APART = LinearMap((("word", 2), ("thread", 7)), (("address", 9),), (1, 2, 
 def test_derive_refuses_and_names_the_part(arguments, part):
     with pytest.raises(LayoutError, match=re.escape(part)):
         derive(*arguments)
+
+
+def test_a_load_with_a_gap_is_not_coalesced():
+    """Each thread's words are whole and no bank is asked twice; half a warp reads 256 bytes behind the other half."""
+    with pytest.raises(LayoutError, match="coalesced: a warp's load is not one aligned run of 512 bytes") as error:
+        derive(A16, "u4_f16_magic", 4, 4, K4, memory=GAPPED)
+    assert "adjacent" not in str(error.value) and "banks:" not in str(error.value)
 
 
 def test_bank_failure_alone_keeps_the_run():

@@ -46,6 +46,18 @@ def test_an_end_token_ends_its_sequence_alone(model, greedy):
     assert short.tolist() == greedy[0][:2] and long.tolist() == greedy[1]
 
 
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_any_of_several_end_tokens_ends_its_sequence(model, greedy, at):
+    """On the device, too: what a sequence writes behind its end is no token while another one goes on."""
+    end = greedy[0][1]
+    ends = sorted({*range(VOCABULARY)} - {*greedy[0], *greedy[1]})[:2]
+    ends.insert(at, end)
+    seen = []
+    short, long = generate(model, PROMPTS, max_new_tokens=4, eos_token_id=ends, on_tokens=seen.append)
+    assert short.tolist() == greedy[0][:2] and long.tolist() == greedy[1]
+    assert [first for first, _ in seen] == [*greedy[0][:2], None, None]
+
+
 def test_nothing_is_computed_behind_the_last_end_token(model, greedy):
     seen = []
     made = generate(model, [PROMPTS[0]], max_new_tokens=40, eos_token_id=[greedy[0][0]], on_tokens=seen.append)

@@ -139,14 +139,24 @@ def test_a_forward_without_tokens_of_a_batch_names_the_argument(model, given, na
 
 
 def test_prompts_padded_on_the_right_are_not_continued(model, tokenizer):
-    given = tokenizer(["Hi", "longer"], return_tensors="pt", padding=True, padding_side="right")
-    tokens, mask = given["input_ids"], given["attention_mask"]
-    with pytest.raises(ArgumentError, match="^attention_mask.*row 0.*padding_side='left'"):
-        model.generate(tokens, attention_mask=mask, max_new_tokens=2)
+    pad = lambda *texts: tokenizer(list(texts), return_tensors="pt", padding=True, padding_side="right")
+    for row, texts in enumerate([("Hi", "longer"), ("longer", "Hi"), ("longer", "longer", "Hi")]):
+        with pytest.raises(ArgumentError, match=f"^attention_mask.*row {row}.*padding_side='left'"):
+            model.generate(**pad(*texts), max_new_tokens=2)
+    tokens, mask = pad("Hi", "longer").values()
     whole = model(tokens, attention_mask=mask).logits  # to score them is fine
     assert torch.equal(whole[0, :2], model(tokens[:1, :2]).logits[0]) and torch.equal(
         whole[1:], model(tokens[1:]).logits
     )
+
+
+def test_of_a_mask_of_all_tokens_so_far_the_newest_columns_are_used(model):
+    tokens, mask = torch.arange(24).view(2, 12), torch.ones(2, 12, dtype=torch.int64)
+    mask[1, :3] = 0
+    whole = model(tokens, attention_mask=mask).logits[:, 5:]
+    held = model(tokens[:, :5], attention_mask=mask[:, :5], use_cache=True).past_key_values
+    rest = model(tokens[:, 5:], attention_mask=mask, past_key_values=held).logits
+    assert torch.allclose(rest, whole, rtol=0.01, atol=0.01) and bool((rest[1].abs().amax(1) > 0).all())
 
 
 def test_a_model_without_a_folder_needs_a_tokenizer(folder, model, tokenizer):

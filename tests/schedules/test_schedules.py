@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops.tiles.resident import resident_rows
-from terrazzo.schedules import linear_spaces, multistage, small_batch, stream_k
+from terrazzo.schedules import linear_spaces, multistage, small_batch, stream_k, w4ax
 from terrazzo.schedules.models import MEASURED, MODELS
 from terrazzo.schedules.problem import TOKENS_PER_TILE, Gemm
 
@@ -130,6 +131,21 @@ def test_stream_k_schedules_fit(m):
             problem = Gemm(n, k, groups, record, scales="post" if groups == 4 else "fold")
             s = stream_k.choose(problem, target, m)
             assert s.smem_bytes(problem) <= target.smem_per_block and s.stages >= 3
+
+
+def test_the_driver_keeps_a_kibibyte_of_each_cta():
+    """228 KiB of an SM are 227 KiB for one CTA, and 113 KiB for each of two."""
+    hopper, schedule = Target.parse("sm_90a"), stream_k.of_tile(Gemm(4096, 4096, 1, 192), (64, 1, 1))
+    rooms = [stream_k.room(replace(schedule, per_sm=ctas), hopper) for ctas in (1, 2, 3, 4)]
+    assert rooms == [227 << 10, 113 << 10, 75 << 10, 56 << 10]
+
+    gemm, ampere = Gemm.of_blocks(4096, 4096, 0), Target.parse("sm_80")
+    two = replace(w4ax.choose_persistent(gemm, ampere, 16), ctas=2)
+    fits = replace(ampere, smem_per_sm=2 * (two.smem_bytes(gemm) + 1024))
+    for target, ctas in ((fits, 2), (replace(fits, smem_per_sm=fits.smem_per_sm - 1), 1)):
+        refused = linear_spaces.of(gemm).refusal("persistent", two, target, 16)
+        assert refused == ("" if ctas == 2 else "2 CTAs do not fit an SM's shared memory")
+        assert w4ax.choose_persistent(gemm, target, 16).ctas == ctas
 
 
 @pytest.mark.parametrize("arch", TARGETS[:-1])

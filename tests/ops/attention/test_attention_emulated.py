@@ -239,9 +239,9 @@ CASES |= {
     ),
     "warpgroup channels, options, pages": (
         Case(
-            "int4_channel64", "int2", group=5, q_len=3, page=64, lengths=(400, 64, 63, 7), softcap=5.0, sinks=True,
+            "int4_channel64", "int2", group=5, q_len=3, page=64, lengths=(400, 64, 63, 7, 135), softcap=5.0, sinks=True,
             window=70,
-        ), WIDE, 2
+        ), WIDE, 2  # of 135 tokens the first row sees the last one of a group, and those behind it
     ),
     "warpgroup channels of 2 bits, bfloat16 queries": (
         Case("int2_channel64", "int4", group=9, kv_heads=1, lengths=(300, 63), dtype="bfloat16"), NARROW, 1
@@ -356,8 +356,8 @@ BALANCED = {  # case, schedule, shares, tokens that are seen too many before the
 }  # fmt: skip
 OWN = {  # case, schedule, splits, shares, new tokens of each sequence
     "one to four tokens, pages": (
-        Case("int4", "int4", q_len=4, lengths=(300, 2, 65, 0, 129), page=64, window=100), Decode(2, 2, 2, 3, 1), 2, 0,
-        (1, 4, 3, 2, 0),
+        Case("int4", "int4", q_len=4, lengths=(300, 2, 65, 0, 129, 134), page=64, window=100), Decode(2, 2, 2, 3, 1),
+        2, 0, (1, 4, 3, 2, 0, 4),  # of 134 tokens the first row sees the last one of a stage, and those behind it
     ),
     "groups of rows that only some have": (
         Case("int4_channel64", "int4", group=8, q_len=5, lengths=(200, 4, 64), head_dim=64), Decode(2, 2, 1, 3, 1), 2,

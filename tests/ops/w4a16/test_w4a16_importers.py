@@ -135,6 +135,13 @@ def test_a_short_group_is_moved_to_the_end():
     weight = w4a16.read_gptq(torch.full((k // 8, n), 0x11111111, dtype=torch.int32), None, scales, g_idx)
     assert weight.group_size == 64 and weight.scales[0].tolist() == [2.0, 4.0, 1.0]
     assert torch.equal(weight.dequantize()[0], -7 * scales[:, 0][g_idx.long()])
+    zeros = torch.tensor([[0x22222222], [0x33333333], [0x44444444]], dtype=torch.int32)
+    weight = w4a16.read_gptq(
+        torch.full((k // 8, n), 0x11111111, dtype=torch.int32), zeros, scales, g_idx, version="gptq_v2"
+    )
+    assert weight.zeros[0].tolist() == [3, 4, 2]
+    expected = (1 - torch.tensor([2, 3, 4])) * scales[:, 0]
+    assert torch.equal(weight.dequantize()[0], expected[g_idx.long()])
 
 
 def test_compressed_tensors_ignores_an_unset_g_idx():
