@@ -14,6 +14,8 @@ PYTEST ?=
 WORKERS ?= 2
 TARGETS ?= sm_90a
 TIMES ?= 20
+COUNT ?= 150
+JOBS ?= 2
 SEED ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 
 # One fixed torch where no GPU is used, so that runs are alike; with a GPU the newest that pip finds.
@@ -24,7 +26,7 @@ else
 TORCH ?= torch==2.13.0
 endif
 
-.PHONY: help demo test test-slow attack lint format bench gpu wheels digests docs docs-check docs-site release-check clean
+.PHONY: help demo test test-slow attack lint format bench gpu wheels mutants digests docs docs-check docs-site release-check clean
 
 help:
 	@echo "make demo         one quantized layer through the whole library"
@@ -36,6 +38,7 @@ help:
 	@echo "make bench        measure on this machine's GPU; BENCH='--quick' for a short run"
 	@echo "make gpu          GPU tests and benchmarks on every GPU, in 29 minutes; ARGS='--budget 600'"
 	@echo "make wheels       wheels of ready kernels, to dist/; TARGETS='sm_90a sm_89'"
+	@echo "make mutants      put COUNT=150 faults into copies of the tree, SEED=1, JOBS=2 at once: which do no tests find?"
 	@echo "make digests      rewrite the digests of all kernels, after a change that was meant and measured"
 	@echo "make docs         rewrite the generated parts of README.md and docs/"
 	@echo "make docs-check   fail if a generated part is out of date"
@@ -94,6 +97,10 @@ attack: $(VENV)/.test
 # Kernels that are in the cache are not compiled again: a build that was interrupted goes on.
 wheels: $(VENV)/.demo
 	for arch in $(TARGETS); do $(BIN)/python -m terrazzo compile --target $$arch --wheel dist || exit 1; done
+
+# Faults put into copies of the tree, which quick tests should find; tests/data/mutants.json is about those they did not.
+mutants: $(VENV)/.test
+	$(BIN)/python tests/tools/mutants.py --seed $(SEED) --count $(COUNT) --jobs $(JOBS)
 
 digests: $(VENV)/.test
 	$(BIN)/python tests/tools/kernel_digest.py --write

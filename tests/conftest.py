@@ -11,8 +11,12 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-import hypothesis
 import pytest
+
+try:
+    import hypothesis
+except ImportError:  # a GPU's host without network: tests/gpu do without
+    hypothesis = None
 
 # What uses a GPU where there is one: all of it is one worker's, so that nothing shares the GPU with what is timed.
 ON_THE_GPU = ("tests/gpu/", "tests/test_demo.py", "tests/test_examples.py")
@@ -30,21 +34,23 @@ _BEFORE = {name: os.environ.get(name) for name in ("PYTHONPATH", "TVM_LIBRARY_PA
 
 
 # The same cases every time, unless a seed is given (`make test-slow` draws one and prints it).
-hypothesis.settings.register_profile("same", derandomize=True, database=None, print_blob=True)
-hypothesis.settings.register_profile("seeded", derandomize=False, database=None, print_blob=True)
+if hypothesis is not None:
+    hypothesis.settings.register_profile("same", derandomize=True, database=None, print_blob=True)
+    hypothesis.settings.register_profile("seeded", derandomize=False, database=None, print_blob=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a background job; processes that tests stop inherit it
         with contextlib.suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGINT, signal.default_int_handler)
-    hypothesis.settings.load_profile("same" if config.getoption("--hypothesis-seed") is None else "seeded")
+    if hypothesis is not None:
+        hypothesis.settings.load_profile("same" if config.getoption("--hypothesis-seed") is None else "seeded")
 
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """For tests marked `random`: 0 in `make test`, that of `--hypothesis-seed` in `make test-slow`."""
-    return int(request.config.getoption("--hypothesis-seed") or 0)
+    return int(request.config.getoption("--hypothesis-seed", None) or 0)
 
 
 @pytest.fixture
