@@ -98,7 +98,7 @@ def _float(folder: Path, device: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16).to(device).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16, trust_remote_code=False).to(device).eval()
 
 
 def simulated_forward(folder: Path, row: tuple[str, str, str], device: str) -> Forward:
@@ -142,7 +142,7 @@ def compile_rows(folder: Path, rows: list[tuple[str, str, str]], batch: int, len
 
     from benchmarks import decode_step
 
-    c = AutoConfig.from_pretrained(folder)
+    c = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
     dim = getattr(c, "head_dim", None) or c.hidden_size // heads
     shapes = {
@@ -222,11 +222,12 @@ class Run:
         from benchmarks import train_small
 
         self.o, self.start, self.folder = o, time.perf_counter(), folder_of(o)
-        check_length(o.length, 0, positions(AutoConfig.from_pretrained(self.folder).get_text_config()), "--length")
+        config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
+        check_length(o.length, 0, positions(config.get_text_config()), "--length")
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         if self.device == "cuda" and "kernels" in o.paths:
             compile_rows(self.folder, [row for _, row in [(FLOAT, parse_row(FLOAT)), *o.rows]], o.batch, o.length)
-        tokenizer = AutoTokenizer.from_pretrained(self.folder)
+        tokenizer = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
         self.ids = {}
         for name in o.texts:
             text = (o.data / f"{name}.txt").read_text(encoding="utf-8")

@@ -135,14 +135,14 @@ def hf_folder(folder: Path) -> Path:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         which = {"pretrained_model_name_or_path": str(folder), "gguf_file": "model.gguf"}
-        read = AutoModelForCausalLM.from_pretrained(**which, dtype=torch.float16)
+        read = AutoModelForCausalLM.from_pretrained(**which, dtype=torch.float16, trust_remote_code=False)
         config = read.config
         del config.quantization_config  # transformers saves no model that it read from GGUF
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float16)
         model.load_state_dict(read.state_dict())
         place = Path(tempfile.mkdtemp(dir=folder))
         model.save_pretrained(place)
-        AutoTokenizer.from_pretrained(**which).save_pretrained(place)
+        AutoTokenizer.from_pretrained(**which, trust_remote_code=False).save_pretrained(place)
         place.rename(made)
     finally:
         sys.path.remove(str(folder))

@@ -122,8 +122,7 @@ def models() -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
-    "headline": lambda: headline.table("H100"),
-    "headline-all": headline.table,
+    "headline": headline.table,
     "choice": choice.table,
     "kv-choice": kv_choice.table,
     "kv-agreement": kv_choice.agreement,

@@ -49,8 +49,9 @@ _check(_transformers.__version__)
 import torch  # noqa: E402
 from terrazzo.integrations import transformers_functions as functions  # noqa: E402
 from terrazzo.integrations.transformers_functions import FunctionCache, new_cache, pack  # noqa: E402
+from terrazzo.nn import foreign  # noqa: E402
 from terrazzo.nn.transformers_model import METHOD, VERSION, class_of  # noqa: E402
-from transformers import AutoConfig  # noqa: E402
+from terrazzo.ops.weights import path_of  # noqa: E402
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer  # noqa: E402
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING  # noqa: E402
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
@@ -232,12 +233,16 @@ def take_over(*methods: str, **options: Any) -> None:
         AUTO_QUANTIZATION_CONFIG_MAPPING[method] = Taken
 
 
-def config_of(folder: str | Path) -> Any:
+def config_of(folder: str | Path, trust_remote_code: bool = False) -> Any:
     """transformers config of a folder without its quantization config, which `from_pretrained` prefers to yours.
 
     from_pretrained(folder, config=config_of(folder), quantization_config=TerrazzoConfig(kv="int8"))
+
+    Args:
+        trust_remote_code: run Python code of the folder that describes its config. False runs none.
     """
-    config = AutoConfig.from_pretrained(folder)
+    foreign.check_trust(trust_remote_code)
+    config = foreign.config_of(path_of(folder), trust_remote_code)
     for each in (config, config.get_text_config(decoder=True)):
         if hasattr(each, "quantization_config"):
             del each.quantization_config

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from terrazzo.lowering.errors import ArgumentError, ToolchainError
 from terrazzo.lowering.targets import Target
+from terrazzo.nn import foreign
 from terrazzo.nn.dense import Dense
 from terrazzo.nn.formats import Format
 from terrazzo.nn.linear import Linear
@@ -40,6 +41,7 @@ def load(
     tensor_parallel: tuple[int, int] | TensorParallel | None = None,
     progress: Callable[[int, int], None] | None = None,
     report: Report | None = None,
+    trust_remote_code: bool = False,
 ) -> Any:
     """A transformers model whose linear layers, experts, attention and cache are Terrazzo's.
 
@@ -70,6 +72,7 @@ def load(
         tensor_parallel: (rank, world) of the ranks that share the model, each of which calls load. Of layers, heads and
             vocabulary only the rank's own are read; forward sums over `torch.distributed` (docs/generate.md).
         progress: called with (layers done, all layers). report: see `sources.Report`.
+        trust_remote_code: run Python code of the folder that describes its config. False runs none (docs/trust.md).
 
     Raises:
         ArgumentError: no such folder, an architecture, format or layer that cannot be read, or that so many ranks
@@ -78,7 +81,7 @@ def load(
     model_module = _transformers()
     cut_layers = config is not None
     to = weights.device_of(device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu"))
-    own, config = read_config(source, config)
+    own, config = read_config(source, config, trust_remote_code)
     found = dtype_of(config, dtype)
     _check_options(options, quantize, target, max_tokens, weight_only)
     _check_activations(activations, weight_only)
@@ -193,29 +196,20 @@ def _transformers() -> Any:
     return transformers_model
 
 
-def read_config(source: Any, config: Any) -> tuple[dict, Any]:
+def read_config(source: Any, config: Any, trust_remote_code: bool = False) -> tuple[dict, Any]:
     """(what `save_pretrained` noted, text config without a quantization config)."""
     from copy import deepcopy
 
-    from transformers import AutoConfig
-
+    foreign.check_trust(trust_remote_code)
     if config is None:
         if isinstance(source, Mapping):
             raise ArgumentError("config", None, "is needed beside tensors", "pass model.config")
-        folder = weights.path_of(source)
-        if not (folder / "config.json").is_file():
-            from terrazzo.ops.checkpoints.files import remedy_of
-
-            raise ArgumentError("source", str(folder), "is no folder with a config.json", remedy_of(folder))
-        try:
-            config = AutoConfig.from_pretrained(folder)
-        except Exception as error:  # whatever transformers makes of a damaged config
-            remedy = "get the folder again; a model_type that it does not know may need a newer transformers"
-            raise ArgumentError("source", str(folder), f"its config cannot be read ({_said(error)})", remedy) from None
+        config = foreign.config_of(weights.path_of(source), trust_remote_code)
     if not hasattr(config, "get_text_config"):
         constraint = "must be a transformers config"
         raise ArgumentError("config", type(config).__name__, constraint, "pass model.config")
-    config = deepcopy(config.get_text_config(decoder=True))
+    with foreign.explained("config", type(config).__name__, "has no text config", "repair config.json"):
+        config = deepcopy(config.get_text_config(decoder=True))
     stated = getattr(config, "quantization_config", None)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -269,20 +263,7 @@ def generation_config(source: Any) -> Any:
     Raises:
         ArgumentError: names the file, where transformers cannot read it.
     """
-    from transformers import GenerationConfig
-
-    if isinstance(source, Mapping) or not (file := Path(source) / "generation_config.json").is_file():
-        return None
-    try:
-        return GenerationConfig.from_pretrained(source)
-    except Exception as error:  # whatever transformers makes of a damaged file
-        remedy = "get it again, or remove it: the tokenizer names end tokens too"
-        raise ArgumentError("source", str(file), f"cannot be read ({_said(error)})", remedy) from None
-
-
-def _said(error: Exception) -> str:
-    """The beginning of an error's text, in one line."""
-    return " ".join(str(error).split())[:200]
+    return None if isinstance(source, Mapping) else foreign.generation_config_of(weights.path_of(source))
 
 
 class _Lazy(Mapping):

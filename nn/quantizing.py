@@ -41,6 +41,7 @@ def quantize_folder(
     calibration: torch.Tensor | None = None,
     target: str | None = None,
     progress: Callable[[int, int], None] | None = None,
+    trust_remote_code: bool = False,
 ) -> dict[str, float]:
     """Quantize the linear layers of a float model and write a folder that `terrazzo.load` reads.
 
@@ -57,7 +58,7 @@ def quantize_folder(
             W4Ax takes the order of its channels from that, W4A8 its smooth vectors, and all search ranges of codes
             where channels that read more count more.
         target: architecture to pack for; None the device's.
-        progress: called with (layers done, all layers).
+        progress: called with (layers done, all layers). trust_remote_code: see `load`.
 
     Returns:
         name of each layer -> relative error of its weight, the norm of the difference over the norm.
@@ -71,7 +72,7 @@ def quantize_folder(
         raise ArgumentError("calibration", None, f"{form} needs to see activations", TEXT)
     model_module = loading._transformers()
     to = weights.device_of(device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu"))
-    own, config = loading.read_config(source, None)
+    own, config = loading.read_config(source, None, trust_remote_code)
     if own:
         raise ArgumentError("source", str(source), "is packed already", "quantize the float model")
     found = loading.dtype_of(config, dtype)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from terrazzo.lowering.errors import ArgumentError, ToolchainError
-from terrazzo.nn import generation
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.nn import foreign, generation
 
 Stream = Callable[[int, str], Any]
 """Called with the number of a prompt and the next piece of its text. Returning True ends generation."""
@@ -62,6 +63,7 @@ def generate(
     stream: bool | Stream = False,
     progress: bool | None = None,
     load: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
 ) -> list[str]:
     """The text that a model writes behind each prompt.
 
@@ -79,6 +81,7 @@ def generate(
             function, see `Stream`. Pieces of a sequence joined are its text.
         progress: a bar on stderr; None shows one on a terminal unless text is printed there.
         load: arguments of `terrazzo.load`, where `model` is a folder.
+        trust_remote_code: run Python code of the folder that describes its config or tokenizer. False runs none.
 
     Raises:
         ArgumentError: prompts that are no texts, no tokenizer, numbers out of range.
@@ -94,7 +97,7 @@ def generate(
     shown = sys.stderr.isatty() and stream is not True if progress is None else bool(progress)
     with ExitStack() as stack:
         bar = _bar(stack) if shown else None
-        model, tokenizer = _both(model, tokenizer, load, bar)
+        model, tokenizer = _both(model, tokenizer, load, bar, trust_remote_code)
         prints = stream is True and getattr(getattr(model, "ranks", None), "rank", 0) == 0  # all ranks have the text
         told = (lambda at, piece: print(piece, end="", flush=True)) if prints else None if stream is True else stream
         listener = _Listener(tokenizer, len(texts), told or None, bar, max_new_tokens)
@@ -112,8 +115,7 @@ class _Listener:
     """Texts of all sequences, told and counted as their tokens come."""
 
     def __init__(self, tokenizer: Any, count: int, told: Stream | None, bar: Any, most: int) -> None:
-        decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        self.pieces = [Pieces(decode) for _ in range(count)]
+        self.pieces = [Pieces(partial(foreign.text_of, tokenizer)) for _ in range(count)]
         self.texts, self.told, self.bar = [""] * count, told, bar
         self.task = None if bar is None else bar.add_task("generating", total=most * count)
 
@@ -165,7 +167,7 @@ def _tokens(tokenizer: Any, text: Any, chat: bool) -> list[int]:
     except UnicodeEncodeError as error:
         constraint = f"is no text: its character {error.start} is half of a surrogate pair"
         raise ArgumentError("prompts", ascii(text)[:80], constraint, "decode its bytes as UTF-8") from None
-    found = tokenizer.encode(text, add_special_tokens=not chat)
+    found = foreign.tokens_of(tokenizer, text, special=not chat)
     if not found:
         raise ArgumentError("prompts", text, "is no token for this tokenizer", "pass a text that is not empty")
     return found
@@ -176,13 +178,15 @@ def _ends(model: Any, tokenizer: Any) -> Any:
     return getattr(tokenizer, "eos_token_id", None) if stated is None else stated
 
 
-def _both(model: Any, tokenizer: Any, load: Mapping[str, Any] | None, bar: Any) -> tuple[Any, Any]:
+def _both(
+    model: Any, tokenizer: Any, load: Mapping[str, Any] | None, bar: Any, trust_remote_code: bool
+) -> tuple[Any, Any]:
     """The model and its tokenizer, read from the folder where they are not given."""
     folder = model if isinstance(model, str | Path) else getattr(model, "name_or_path", None)
     if isinstance(model, str | Path):
         from terrazzo.nn.loading import load as load_model
 
-        options = dict(load or {})
+        options = {"trust_remote_code": trust_remote_code} | dict(load or {})
         if bar is not None and "progress" not in options:
             task = bar.add_task("loading", total=None)
             options["progress"] = lambda done, total: bar.update(task, completed=done, total=total)
@@ -193,27 +197,11 @@ def _both(model: Any, tokenizer: Any, load: Mapping[str, Any] | None, bar: Any) 
         constraint = "must be a model of terrazzo.load or a folder"
         raise ArgumentError("model", type(model).__name__, constraint, "model = terrazzo.load(folder)")
     if tokenizer is None:
-        tokenizer = _tokenizer(folder)
+        tokenizer = foreign.tokenizer_of(folder, trust_remote_code)
     elif not all(callable(getattr(tokenizer, name, None)) for name in ("encode", "decode")):
         remedy = "pass transformers.AutoTokenizer.from_pretrained(folder)"
         raise ArgumentError("tokenizer", type(tokenizer).__name__, "must encode and decode", remedy)
     return model, tokenizer
-
-
-def _tokenizer(folder: Any) -> Any:
-    remedy = "pass tokenizer=transformers.AutoTokenizer.from_pretrained(...)"
-    if not folder or not Path(folder).is_dir():
-        raise ArgumentError("tokenizer", None, "is needed: the model does not know a folder that has one", remedy)
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        reason = f"a folder's tokenizer needs transformers ({error}); pip install 'terrazzo[transformers]'"
-        raise ToolchainError(reason) from error
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (ValueError, OSError, KeyError, AttributeError, ImportError) as error:
-        said = " ".join(str(error).split())[:200]
-        raise ArgumentError("tokenizer", str(folder), f"has no tokenizer that can be read ({said})", remedy) from None
 
 
 def _bar(stack: ExitStack) -> Any:

@@ -394,8 +394,13 @@ def skeleton(config: Any) -> Any:
     """The transformers model of a config on meta, of a class with `Causal`.
 
     Raises:
-        ArgumentError: a config that transformers does not take.
+        ArgumentError: a config that transformers does not take, or one whose class is the folder's own code.
     """
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        remedy = "load it without trust_remote_code; a tokenizer that needs it can be passed to generate"
+        raise ArgumentError(
+            "config", type(config).__name__, "is no class of transformers, so no model is known", remedy
+        )
     base = AutoModelForCausalLM._model_mapping[type(config)]
     try:
         with torch.device("meta"):

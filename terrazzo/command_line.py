@@ -258,6 +258,9 @@ MODEL = Choice("model", models)
 OPERATOR = Choice("operator", operators)
 TUNED_OPERATOR = Choice("operator that can be tuned", tuned_operators)
 INSTANCE = Choice("instance", instances)
+TRUST = click.option(
+    "--trust-remote-code", is_flag=True, help="Run Python code of the folder: its config's, its tokenizer's."
+)
 
 
 def brief(value: str) -> str:

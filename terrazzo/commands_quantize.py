@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from terrazzo.command_line import Command, TargetName
+from terrazzo.command_line import TRUST, Command, TargetName
 from terrazzo.console import console, json_option, print_json, print_table
 
 SHOWN = 10
@@ -34,6 +34,7 @@ SHOWN = 10
 )
 @click.option("--tokens", default=4096, show_default=True, help="Of the text that are read, in sequences of up to 512.")
 @click.option("--target", type=TargetName(), help="Architecture to pack for, as sm_90a. Default: the device's.")
+@TRUST
 @json_option
 def quantize(
     folder: Path,
@@ -45,6 +46,7 @@ def quantize(
     calibration: Path | None,
     tokens: int,
     target: str | None,
+    trust_remote_code: bool,
     as_json: bool,
 ) -> None:
     """Quantize a float Hugging Face model, layer by layer, to a folder that terrazzo.load reads.
@@ -67,8 +69,9 @@ def quantize(
                 stack.enter_context(bar)
             bar.update(task, completed=done, total=total)
 
-        text = None if calibration is None else _tokens_of(folder, calibration, tokens)
+        text = None if calibration is None else _tokens_of(folder, calibration, tokens, trust_remote_code)
         options = dict(kv=formats, device=device, dtype=kind, calibration=text, target=target)
+        options |= dict(trust_remote_code=trust_remote_code)
         errors = quantize_folder(folder, out, form, **options, progress=note)
     if as_json:
         return print_json({"out": str(out), "format": form, "errors": errors})
@@ -77,21 +80,18 @@ def quantize(
     click.echo(f"{len(errors)} layers in {out}, the {min(SHOWN, len(worst))} with the largest errors above")
 
 
-def _tokens_of(folder: Path, path: Path, most: int) -> Any:
+def _tokens_of(folder: Path, path: Path, most: int, trust_remote_code: bool) -> Any:
     """Token numbers [sequences, length] of a text file by the model's tokenizer."""
     import torch
     from terrazzo.lowering.errors import ArgumentError
+    from terrazzo.nn import foreign
     from terrazzo.nn.config_fields import positions
     from terrazzo.nn.loading import read_config
-    from transformers import AutoTokenizer
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        said = " ".join(str(error).split())[:200]
-        raise ArgumentError("folder", str(folder), f"has no tokenizer that can be read ({said})", "get it") from None
-    found = tokenizer(path.read_text(errors="replace")[: 32 * max(most, 1)], add_special_tokens=False).input_ids[:most]
-    length = min(512, len(found), positions(read_config(folder, None)[1]) or 512)
+    tokenizer = foreign.tokenizer_of(folder, trust_remote_code)
+    text = path.read_text(errors="replace")[: 32 * max(most, 1)]
+    found = foreign.tokens_of(tokenizer, text)[:most]
+    length = min(512, len(found), positions(read_config(folder, None, trust_remote_code)[1]) or 512)
     if not length:
         raise ArgumentError("--calibration", str(path), "holds no token", "name a text, and --tokens above 0")
     rows = len(found) // length

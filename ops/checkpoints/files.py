@@ -208,13 +208,15 @@ def member(folder: Path, name: str, index: Path | None = None) -> Path | None:
     return file
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path, remedy: str = "download the file again") -> dict[str, Any]:
     """The object in a JSON file.
+
+    Args:
+        remedy: of the error.
 
     Raises:
         ArgumentError: no JSON, no object, more than MOST_JSON bytes, or more than DEEPEST levels.
     """
-    remedy = "download the file again"
     try:
         data = data_files.read_json(path, "path", remedy, MOST_JSON)
     except ArgumentError as error:

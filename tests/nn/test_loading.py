@@ -280,7 +280,7 @@ def test_beams_guesses_and_masks_that_are_too_narrow_are_refused(monkeypatch):
 @pytest.mark.parametrize("damage", ["[]", '{"model_type": "llama", "num_attention_heads": 0}', '{"dtype": "nope"}'])
 def test_a_damaged_config_is_refused(tmp_path, damage):
     (tmp_path / "config.json").write_text(damage)
-    with pytest.raises(ArgumentError, match="its config cannot be read"):
+    with pytest.raises(ArgumentError, match="config.json"):
         load(tmp_path, device="cpu")
 
 
