@@ -1,8 +1,7 @@
 """W4A8 beside cuBLAS f16 and 8-bit peers: activations quantized outside of the clock, with rows that count it in.
 
 A row's `us` is the product of quantized activations with the packed weight. Its `variants` are other calls of ours on
-the same data: `with_quantizer` (16-bit x, both kernels), `quantizer` alone, each dequantization and each pipeline that
-serves this M.
+the same data: `with_quantizer` (16-bit x, both kernels) and `quantizer` alone.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.autotune.gemm_bench import OURS, Settings, Shape
-from terrazzo.lowering.errors import ArgumentError
 from terrazzo.schedules.problem import Gemm
 
 if TYPE_CHECKING:
@@ -21,39 +19,12 @@ if TYPE_CHECKING:
     from terrazzo.lowering.request import KernelRequest
     from terrazzo.lowering.targets import Target
 
-AUTO_PIPELINES = ("small_batch", "multistage", "imfp")
-SMALL_BATCH_M = 32
-"""Most tokens for which small_batch is timed as a pipeline of its own: one launch."""
-
 
 @dataclass(frozen=True)
 class W4A8Settings(Settings):
-    """`Settings`, and what is timed beside the calls that `auto` takes.
-
-    Attributes:
-        ablation: every pipeline that `auto` may take, with every dequantization.
-    """
+    """`Settings` with the groups that W4A8's weights usually have."""
 
     group: int = 64
-    ablation: bool = False
-
-
-def options_of(m: int, n: int, k: int, settings: W4A8Settings, target: Target) -> dict[str, dict[str, str]]:
-    """Name -> options of `gemm`: what `auto` takes, and in an ablation the other ways that serve the problem."""
-    from terrazzo.ops.w4a8 import op
-
-    found: dict[str, dict[str, str]] = {OURS: {}}
-    every = tuple((pipeline, form) for pipeline in AUTO_PIPELINES for form in op.DEQUANTIZATIONS[1:])
-    facts = dict(group_size=settings.group, out_dtype=settings.dtype, bias=False, target=target)
-    for pipeline, dequantization in every * settings.ablation:
-        if pipeline == "small_batch" and m > SMALL_BATCH_M:
-            continue
-        try:
-            op.plan(m, n, k, **facts, dequantization=dequantization, pipeline=pipeline)
-        except ArgumentError:
-            continue  # does not serve this problem
-        found[f"{pipeline}_{dequantization}"] = {"pipeline": pipeline, "dequantization": dequantization}
-    return found
 
 
 class W4A8Shape(Shape):
@@ -63,12 +34,7 @@ class W4A8Shape(Shape):
     def requests(n: int, k: int, m: int | Sequence[int], settings: Settings, target: Target) -> list[KernelRequest]:
         from terrazzo.ops import w4a8
 
-        found = []
-        for tokens in (m,) if isinstance(m, int) else m:
-            for options in options_of(tokens, n, k, settings, target).values():
-                facts = dict(group_size=settings.group, m=tokens, dtype=settings.dtype, target=target)
-                found += w4a8.kernel_requests(n, k, **facts, **options)
-        return list(dict.fromkeys(found))
+        return w4a8.kernel_requests(n, k, group_size=settings.group, m=m, dtype=settings.dtype, target=target)
 
     def load(self) -> tuple[Any, Any, tuple[str, ...], torch.Tensor]:
         from terrazzo.ops import w4a8
@@ -110,12 +76,11 @@ class W4A8Shape(Shape):
     def calls(self, x: torch.Tensor) -> dict[str, Callable[[Any, torch.Tensor | None], torch.Tensor]]:
         from terrazzo.ops.w4a8 import gemm, quantize_activations
 
-        quantized, made = quantize_activations(x), {}
-        for name, options in options_of(x.shape[0], self.n, self.k, self.settings, self.target).items():
-            made[name] = lambda packed, out, options=options: gemm(
-                quantized, packed, out=out, out_dtype=self.dtype, **options
-            )
-        return made | {"with_quantizer": lambda packed, out: gemm(x, packed, out=out)}
+        quantized = quantize_activations(x)
+        return {
+            OURS: lambda packed, out: gemm(quantized, packed, out=out, out_dtype=self.dtype),
+            "with_quantizer": lambda packed, out: gemm(x, packed, out=out),
+        }
 
     def side_calls(self, x: torch.Tensor) -> dict[str, Callable[[], object]]:
         from terrazzo.ops.w4a8 import quantize_activations

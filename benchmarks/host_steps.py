@@ -10,8 +10,6 @@ from fnmatch import fnmatchcase
 
 from terrazzo.lowering.toolchain import find_nvcc
 
-from benchmarks import w4a8_counters
-
 GRACE_S = 5.0
 """Between the interrupt of a step and its end by force."""
 
@@ -41,16 +39,8 @@ class Step:
     ahead_of: str = ""
 
 
-def _ncu() -> str | None:
-    try:
-        return w4a8_counters.find_ncu()
-    except w4a8_counters.CountersError:
-        return None
-
-
 NEEDS: dict[str, Callable[[], object]] = {
     "nvcc": find_nvcc,
-    "ncu": _ncu,
     "compute-sanitizer": lambda: shutil.which("compute-sanitizer"),
 }
 """Tool or package -> something true where it is installed."""
@@ -163,12 +153,8 @@ STEPS: tuple[Step, ...] = (
     bench("generic_price", 150, 3, ahead=False),
     bench("layer_kernels", 100, 3, ahead=False),
     bench("load_time", 120, 3, ahead=False),
-    *suite("gpu/test_attention_ablation_gpu.py", 70, 3, ahead=True),
     *suite("gpu/test_sanitizer.py", 300, 3, needs=("nvcc", "compute-sanitizer")),
-    bench("w4a8_ablation", 280, 3, out="ablation_w4a8"),
-    bench("attention_ablation", 130, 3),
     bench("w4a8_quantizer", 100, 3),
-    bench("w4a8_ablation", 120, 4, "--ncu", out="counters_w4a8", needs="nvcc ncu"),
     *(tune(op, 90) for op in ("w4a16", "w4a8", "w4ax", "w4a8_fp8", "w4a8_grouped", "w4a16_grouped")),
     tune("w4a8_fp8_grouped", 60),
     *(tune(op, 60) for op in ("attention", "attention_prefill")),

@@ -11,7 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report, tables, w4a8_ablation
+from benchmarks import report
 from benchmarks.headline import NAMES
 from benchmarks.readme import LINEAR
 
@@ -68,25 +68,6 @@ def draw(result: Mapping[str, Any], path: Path) -> Path:
     return _write(figure, title, path)
 
 
-def draw_pipelines(result: Mapping[str, Any], path: Path) -> Path:
-    """LiquidGEMM's figure 13 of a file of `w4a8_ablation`: by M, bars of the speed-up over `basic` with vadd4.
-
-    Returns, Raises:
-        As `draw`.
-    """
-    baseline = w4a8_ablation.column(w4a8_ablation.WAYS[0])
-    table = {name: ratios for name, ratios in w4a8_ablation.ratios(result).items() if ratios}
-    if not table:
-        raise ValueError(f"{path}: no row has a time and a {baseline} time")
-    figure, axes = _pyplot().subplots(figsize=(8.5, 3.8), layout="constrained")
-    ms = sorted({m for ratios in table.values() for m in ratios})
-    _bars(axes, [f"M = {m}" for m in ms], {name: [ratios.get(m) for m in ms] for name, ratios in table.items()}, "x")
-    axes.set_ylabel(f"speed-up over {baseline}")
-    shapes = len({(row["n"], row["k"]) for row in result["rows"]})
-    title = f"W4A8 pipelines, geometric mean over {shapes} shapes on {result['gpu']}, {result['date']}"
-    return _write(figure, title, path)
-
-
 def draw_decode(result: Mapping[str, Any], path: Path) -> Path:
     """Of a file of `attention`: by cache, bars of the speed-up over torch's fastest f16, of packages and of ours.
 
@@ -122,24 +103,6 @@ def draw_decode(result: Mapping[str, Any], path: Path) -> Path:
     axes.set_ylabel("speed-up over torch's fastest f16")
     title = f"Decode attention of one token, sequences x query/KV heads, on {result['gpu']}, {result['date']}"
     return _write(figure, title, path)
-
-
-def draw_decode_parts(result: Mapping[str, Any], path: Path) -> Path:
-    """Of a file of `attention_ablation`: by format and new tokens, bars of the time of each variant over ours.
-
-    Returns, Raises:
-        As `draw`.
-    """
-    found = tables.decode_variants(result)
-    if not found:
-        raise ValueError(f"{path}: no row has a time")
-    figure, axes = _pyplot().subplots(figsize=(8.5, 3.8), layout="constrained")
-    variants = list(dict.fromkeys(name for cells in found.values() for name in cells))
-    labels = [f"{formats}\nq_len {q_len}" for formats, q_len in found]
-    _bars(axes, labels, {name: [cells.get(name) for cells in found.values()] for name in variants}, "x")
-    axes.set_ylabel("time over ours")
-    title = f"Decode attention without one of its parts, geometric mean over caches on {result['gpu']}"
-    return _write(figure, f"{title}, {result['date']}", path)
 
 
 def _bars(
@@ -180,8 +143,6 @@ def _write(figure: Any, title: str, path: Path) -> Path:
 
 
 PLOTS = {
-    "ablation_w4a8_*.json": draw_pipelines,
-    "attention_ablation_*.json": draw_decode_parts,
     "attention_h*.json": draw_decode,
 }
 """Names of result files that are not of linear layers -> their plot."""
@@ -200,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
     for path in parser.parse_args(argv).files or every:
         draws = kind_of(path)
         try:
-            result = report.load(path) if draws in (draw, draw_pipelines) else json.loads(path.read_text())
+            result = report.load(path) if draws is draw else json.loads(path.read_text())
             print(draws(result, path))
         except (ValueError, OSError) as error:
             print(f"benchmarks.plot: {error}", file=sys.stderr)

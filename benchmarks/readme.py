@@ -24,7 +24,6 @@ LINEAR = {"w4a16": "W4A16", "w4a8": "W4A8", "w4afp8": "W4A8 on e4m3", "w4ax": "W
 LAYERS = {
     "layer_kernels_*.json": "Kernels between products",
     "grouped_*.json": "Experts",
-    "ablation_w4a8_*.json": "Pipelines of W4A8",
 }
 """The same of other files."""
 PICTURES = ("w4a16", "w4a8_wgmma", "kv2_wgmma")

@@ -27,12 +27,6 @@ W4A8_RIVAL_GOALS = {4: 1.35, 8: 1.35, 16: 1.35, 32: 1.35, 256: 1.0, 1024: 0.95, 
 """M -> geometric mean over shapes against torch's fp8 product."""
 W4A8_COPY_GOAL, W4A8_COPY_WEIGHTS, W4A8_COPY_LARGEST_M = 0.8, 200e6, 32
 W4A8_WITH_QUANTIZER = {256: 1.4}
-W4A8_PIPELINE_GOALS = (
-    ("basic_xor", "imfp_xor", 256, 1.15),
-    ("basic_vadd4", "imfp_xor", 256, 2.75),
-    ("multistage_vadd4", "imfp_xor", 256, 2.75),
-)
-"""(slower variant, faster variant, M, ratio of their times that is aimed at), geometric means over shapes."""
 QUANTIZER_GOAL, QUANTIZER_LEAST_M = 0.8, 1024
 """Share of the copy bandwidth that the activation quantizer aims at, from how many tokens on."""
 COPY_GOAL = 0.85
@@ -145,13 +139,6 @@ def ratios(result: Mapping[str, Any], over: str, under: str | None = None) -> di
     return means((row["m"], row["peers"][over] / us) for row, us in times if us and row["peers"].get(over))
 
 
-def variant_ratios(result: Mapping[str, Any], slow: str, fast: str | None = None) -> dict[int, float]:
-    """M -> geometric mean of variant `slow`'s time / variant `fast`'s, or the baseline's, over the rows with both."""
-    rows = ((row, row.get("variants", {})) for row in timed(result))
-    times = ((row["m"], us.get(slow), row["peers"][BASELINE] if fast is None else us.get(fast)) for row, us in rows)
-    return means((m, of_slow / of_fast) for m, of_slow, of_fast in times if of_slow and of_fast)
-
-
 def peer_names(result: Mapping[str, Any]) -> list[str]:
     """Peers other than the baseline that were measured, in order of appearance."""
     return list(dict.fromkeys(name for row in result["rows"] for name in row["peers"] if name != BASELINE))
@@ -183,12 +170,6 @@ def goals_table(result: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
                 if m in wanted:
                     what = f"M = {m}, geometric mean against {peer}" + (f", {variant}" if variant else "")
                     rows.append((what, f"{wanted[m]:.2f}x", f"{ratio:.2f}x", _verdict(ratio >= wanted[m])))
-        for slow, fast, m, goal in W4A8_PIPELINE_GOALS:
-            reached = variant_ratios(result, slow, fast).get(m)
-            if reached is not None:
-                rows.append(
-                    (f"M = {m}, {fast} against {slow}", f"{goal:.2f}x", f"{reached:.2f}x", _verdict(reached >= goal))
-                )
     copy_goal = W4A8_COPY_GOAL if w4a8 else COPY_GOAL
     for row in timed(result):
         if result["copy_gb_s"] and _streams(row, w4a8):

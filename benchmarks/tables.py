@@ -131,41 +131,6 @@ def grouped(result: Mapping[str, Any], source: str) -> str:
     return f"{what}, {setting(result, source)}\n\n{table}"
 
 
-def ablation(result: Mapping[str, Any], source: str) -> str:
-    """Figure 13 of LiquidGEMM: speed-up of every pipeline over `basic` with QServe's dequantization."""
-    from benchmarks.w4a8_ablation import table
-
-    return (
-        "W4A8 pipelines: speed-up over `basic` with QServe's dequantization (vadd4), geometric mean over "
-        f"{len({(row['n'], row['k']) for row in result['rows']})} shapes, {setting(result, source)}\n\n{table(result)}"
-    )
-
-
-def decode_variants(result: Mapping[str, Any]) -> dict[tuple[str, int], dict[str, float]]:
-    """(formats, new tokens) -> variant of decode -> geometric mean over caches of its time over ours."""
-    cells: dict[tuple[str, int], dict[str, list[float]]] = {}
-    for row in (row for row in result["rows"] if row["us"] and row["variant"] != "ours" and row.get("of_ours")):
-        place = f"{row['k_format']}/{row['v_format']}", row["q_len"]
-        cells.setdefault(place, {}).setdefault(row["variant"], []).append(row["of_ours"])
-    return {place: {name: report.geomean(found) for name, found in made.items()} for place, made in cells.items()}
-
-
-def decode_ablation(result: Mapping[str, Any], source: str) -> str:
-    """Decode attention without one of its parts: time over ours."""
-    found = decode_variants(result)
-    variants = list(dict.fromkeys(name for cells in found.values() for name in cells))
-    caches = len({(row["batch"], row["q_heads"], row["kv_heads"], row["kv_len"]) for row in result["rows"]})
-    lines = [
-        (f"`{formats}`", q_len, *(f"{cells[v]:.2f}x" if v in cells else "" for v in variants))
-        for (formats, q_len), cells in found.items()
-    ]
-    table = report.markdown(("keys/values", "q_len", *variants), lines, range(1, 2 + len(variants)))
-    return (
-        f"Decode attention without one of its parts: time over ours, geometric mean over {caches} caches, "
-        f"{setting(result, source)} What the columns leave out: benchmarks/attention_ablation.py.\n\n{table}"
-    )
-
-
 def written(result: Mapping[str, Any], source: str) -> str:
     """What an append adds to a decode step, and packing a prompt beside copying its bytes."""
     stored, steps, kinds = [], {}, []
@@ -523,7 +488,6 @@ Table = Callable[[Mapping[str, Any], str], str]
 LAYERS: dict[str, Table] = {
     "layer_kernels_*.json": layer_kernels,
     "grouped_*.json": grouped,
-    "ablation_w4a8_*.json": ablation,
 }
 """Files in benchmarks/results -> what makes their table in docs/results.md. The longest name that fits counts."""
 ATTENTION: dict[str, Table] = {
@@ -535,7 +499,6 @@ ATTENTION: dict[str, Table] = {
     "attention_ragged_*.json": ragged,
     "decode_batches_*.json": decode,
     "decode_rows_*.json": decode,
-    "attention_ablation_*.json": decode_ablation,
 }
 """The same for docs/results-attention.md."""
 MODELS: dict[str, Table] = {

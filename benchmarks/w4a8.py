@@ -2,7 +2,6 @@
 
     python -m benchmarks.w4a8                        the whole grid; writes benchmarks/results/w4a8_<gpu>.json
     python -m benchmarks.w4a8 --quick                LLaMA-3-8B, four sizes of M, result not written unless --out
-    python -m benchmarks.w4a8 --ablation             also every pipeline with every dequantization; LLaMA-2-7B, four M
     python -m benchmarks.w4a8 --fp8                  on e4m3 activations; writes benchmarks/results/w4afp8_<gpu>.json
     python -m benchmarks.w4a8 --mxfp4                MXFP4 on e4m3; writes benchmarks/results/mxfp4_fp8_<gpu>.json
     python -m benchmarks.w4a8 --quantizer            only the activation quantizer, more forms and sizes
@@ -30,7 +29,6 @@ from benchmarks.gemm import compile_all
 MODELS = ("llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3-8b")
 MS = (4, 8, 16, 32, 64, 96, 128, 160, 192, 256, 1024, 4096)
 QUICK_MODELS, QUICK_MS = ("llama-3-8b",), (16, 64, 256, 4096)
-ABLATION_MODELS, ABLATION_MS = ("llama-2-7b",), (16, 64, 256, 4096)
 QUANTIZER_MS = (1, 16, 256, 1024, 4096, 16384)
 QUANTIZER_KS = (4096, 5120, 8192, 14336, 28672)
 FORMS = {"plain": (False, False), "smooth": (True, False), "norm": (True, True)}
@@ -39,7 +37,6 @@ DEVICE = "cuda"
 
 
 def _extend(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ablation", action="store_true", help="also every pipeline with every dequantization")
     parser.add_argument("--quantizer", action="store_true", help="only the activation quantizer")
     parser.add_argument("--fp8", action="store_true", help="activations in e4m3, weights of ops/w4a8/fp8.py")
     parser.add_argument("--mxfp4", action="store_true", help="activations in e4m3, weights of ops/mxfp4_fp8.py")
@@ -47,14 +44,13 @@ def _extend(parser: argparse.ArgumentParser) -> None:
 
 
 PROGRAM = gemm.Program("w4a8", __doc__, MODELS, MS, QUICK_MODELS, QUICK_MS, 64, _extend)
-ABLATION = dataclasses.replace(PROGRAM, models=ABLATION_MODELS, ms=ABLATION_MS)
 FP8 = dataclasses.replace(PROGRAM, group=128, file="w4afp8")
 MXFP4 = dataclasses.replace(PROGRAM, group=32, file="mxfp4_fp8")
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options = gemm.arguments(PROGRAM, argv)
-    program = MXFP4 if options.mxfp4 else FP8 if options.fp8 else ABLATION if options.ablation else None
+    program = MXFP4 if options.mxfp4 else FP8 if options.fp8 else None
     return options if program is None else gemm.arguments(program, argv)
 
 
@@ -68,7 +64,6 @@ def main(argv: list[str] | None = None) -> int:
         group=options.group,
         budget_ms=options.budget_ms,
         peers=() if options.no_peers else (*PEERS, *INT8_PEERS),
-        ablation=options.ablation,
     )
 
     def measure(problems: Any, ms: Any, on_shape: Any, **callbacks: Any) -> dict[str, Any]:

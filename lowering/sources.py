@@ -22,7 +22,7 @@ from typing import Any
 
 from terrazzo.lowering.errors import ArgumentError
 
-_FLOORS = ("ablation", "layouts", "lowering", "ops", "schedules")  # the floors whose text can reach a kernel's code
+_FLOORS = ("layouts", "lowering", "ops", "schedules")  # the floors whose text can reach a kernel's code
 _COMPILER = f"{__package__}.compiler"  # what makes machine code of every program
 _OF_THIS_PROCESS = os.urandom(16).hex()
 _MODULE_IN_STRING = re.compile(r"""["'](terrazzo(?:\.\w+)+)(?::\w+)?["']""")

@@ -122,14 +122,6 @@ class Decode:
 
 
 @dataclass(frozen=True)
-class PlainDecode(Decode):
-    """The same with integer-to-float instructions instead of masks, to compare with (ops/attention/ablation.py)."""
-
-    def params(self) -> dict[str, int | str]:
-        return super().params() | {"convert": "plain"}
-
-
-@dataclass(frozen=True)
 class WarpgroupDecode(Decode):
     """16, 32, 48 or 64 rows by wgmma (sm_90a): every four warps share a ring of stages of four tiles."""
 

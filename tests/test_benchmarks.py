@@ -25,7 +25,6 @@ from benchmarks import (
     report,
     tables,
     w4a8,
-    w4a8_ablation,
     w4a8_quantizer,
     w4a16,
 )
@@ -89,21 +88,6 @@ def test_goals_of_w4a8(result):
     assert set(report.W4A8_GOALS) | set(report.W4A8_RIVAL_GOALS) <= set(w4a8.MS)
 
 
-def test_goals_and_table_of_the_pipelines(result):
-    times = {w4a8_ablation.column(way): 40.0 / (1 + i) for i, way in enumerate(w4a8_ablation.WAYS)}
-    rows = [row(m, 64, 64, 10.0, 20.0) | {"op": "w4a8", "variants": times} for m in (16, 256)]
-    result = result | {"rows": rows}
-    found = {what: tuple(rest) for what, *rest in report.goals_table(result)}
-    assert found["M = 256, imfp_xor against basic_xor"] == ("1.15x", "2.00x", "reached")
-    assert found["M = 256, imfp_xor against basic_vadd4"] == ("2.75x", "6.00x", "reached")
-    assert found["M = 256, imfp_xor against multistage_vadd4"] == ("2.75x", "3.00x", "reached")
-    lines = w4a8_ablation.table(result).splitlines()
-    assert lines[0].startswith("| M | cublas_f16 | multistage_vadd4 |") and lines[3].startswith(
-        "| 256 | 2.00x | 2.00x |"
-    )
-    assert report.variant_ratios(result, "basic_vadd4", "unknown") == {}
-
-
 def test_goals_of_the_quantizer(result):
     rows = [{"m": m, "k": 4096, "form": "norm", "us": us, "share": 0.84} for m, us in ((256, 1.0), (1024, 2.0))]
     rows.append({"m": 4096, "k": 64, "form": "plain", "us": None, "share": None, "failure": "codes differ"})
@@ -119,15 +103,13 @@ def test_the_benchmark_of_w4a8_compiles_few_kernels(capsys):
     for arguments, most in (
         ([], 180),
         (["--quick"], 50),
-        (["--ablation"], 75),
         (["--quantizer"], 40),
         (["--fp8"], 150),
     ):
         assert w4a8.main([*arguments, "--count"]) == 0
         assert int(capsys.readouterr().out.split()[0]) <= most
-    for program, arguments in ((w4a8_ablation, ["--quick"]), (w4a8_quantizer, [])):
-        assert program.main([*arguments, "--count"]) == 0
-        assert int(capsys.readouterr().out.split()[0]) <= 135
+    assert w4a8_quantizer.main(["--count"]) == 0
+    assert int(capsys.readouterr().out.split()[0]) <= 135
 
 
 def test_schedules_of_the_quantizer_are_those_in_use_and_more():
@@ -228,15 +210,6 @@ def test_plots(tmp_path, result):
     assert "<!-- goal -->" not in path.with_suffix(".svg").read_text()
     path.write_text(json.dumps({**result, "rows": []}))
     assert plot.main([str(path)]) == 2
-    path = tmp_path / "ablation_w4a8_h200.json"
-    times = {w4a8_ablation.column(way): 40.0 / (1 + i) for i, way in enumerate(w4a8_ablation.WAYS)}
-    rows = [row(m, 64, 64, 10.0, 20.0) | {"variants": times} for m in (16, 256)]
-    path.write_text(json.dumps({**result, "rows": rows}))
-    assert plot.main([str(path)]) == 0
-    text = path.with_suffix(".svg").read_text()
-    assert all(f"<!-- {word} -->" in text for word in ("imfp_xor", "M = 256", "6.00x", "7.00x")) and "8.00x" not in text
-    path.write_text(json.dumps({**result, "rows": [rows[0] | {"variants": {}}]}))
-    assert plot.main([str(path)]) == 2
 
 
 def test_the_plot_of_decode_has_packages_beside_ours_and_the_faster_of_their_pages(tmp_path):
@@ -264,9 +237,8 @@ def test_arguments():
     whole, quick = w4a16.arguments([]), w4a16.arguments(["--quick", "--m", "8,8,2"])
     assert (whole.models, whole.m) == (w4a16.MODELS, w4a16.MS)
     assert (quick.models, quick.m) == (w4a16.QUICK_MODELS, (8, 2))
-    other = w4a8.arguments(["--ablation"])
-    assert (other.models, other.m, other.group) == (w4a8.ABLATION_MODELS, w4a8.ABLATION_MS, 64) and other.ablation
-    assert (w4a8.arguments([]).models, w4a8.arguments([]).m) == (w4a8.MODELS, w4a8.MS)
+    other = w4a8.arguments([])
+    assert (other.models, other.m, other.group) == (w4a8.MODELS, w4a8.MS, 64)
     assert w4a8.arguments(["--fp8"]).group == 128 and w4a8.FP8.results == "w4afp8"
     for bad in (["--m", "1,x"], ["--m", "0"], ["--dtype", "int8"]):
         with pytest.raises(SystemExit) as stopped:
@@ -472,12 +444,7 @@ def test_tables_of_other_results(monkeypatch, tmp_path, result):
     }
     grouped = {"op": "w4a8", "layer": "8 experts", "m": 128, "us": 35.0, "copy_share": 0.85, "torch_bf16": 70.0}
     other = grouped | {"op": "w4a16", "vllm_triton": 52.5}
-    parts = [
-        cache | {"kv_len": n, "q_len": 4, "variant": "no pipeline", "us": 9.0, "of_ours": o}
-        for n, o in ((1, 2.0), (2, 8.0))
-    ]
     rows = {"attention_h200": [decode, paged], "attention_prefill_h200": [prefill], "grouped_h200": [grouped, other]}
-    rows["attention_ablation_h200"] = parts
     step = cache | {"kv_len": 4096, "kind": "mean", "us": 88.0, "decode_us": 80.0, "added": 0.1}
     rows["attention_write_h200"] = [cache | {"kv_len": 131072, "us": 200.0, "of_copy_time": 1.3}, step]
     ragged = cache | {"batch": "8:1-9", "mean": 5, "longest": 9, "q_len": 1, "page": 128, "us": 40.0, "even": 60.0}
@@ -492,14 +459,7 @@ def test_tables_of_other_results(monkeypatch, tmp_path, result):
     attention = readme.PARTS["attention"]
     assert "| 2.00x | 1.50x |" in readme.figures() and "over vLLM's int4" in readme.figures()
     assert "| 8 x 32/8 x 32K, q_len 4 | 80.0 (3.00x) |" in attention() and "90.0" not in attention()
-    assert "no pipeline" not in readme.figures() and "8:1-9" not in readme.figures()
-    assert "| `int4/int4` | 4 | 4.00x |" in attention() and "geometric mean over 2 caches" in attention()
-    path = tmp_path / "attention_ablation_h200.json"
-    pytest.importorskip("matplotlib")
-    assert plot.main([str(path)]) == 0 and "<svg" in path.with_suffix(".svg").read_text()
-    assert "![these figures as bars](attention_ablation_h200.svg)" in attention()
-    path.write_text(json.dumps({**result, "rows": [parts[0] | {"us": None}]}))
-    assert plot.main([str(path)]) == 2
+    assert "8:1-9" not in readme.figures()
     assert "512 new after 3584 | `int4/int4` | fresh | 100 | 321 | 0.90x |" in attention()
     assert "| `int4/int4` | 8 x 32/8 x 4K | 80.0 + 10% |" in attention() and "`int4/int4` 1.30" in attention()
     assert "| 8:1-9 | 5 | 9 | 40.0, 60.0 (2.50x) |" in attention()

@@ -20,7 +20,6 @@ FLOORS = (
     "nn",
     "integrations",
     "autotune",
-    "ablation",
     "terrazzo",
 )  # ground floor first
 HEAVY = ("torch", "tilelang", "tvm", "tvm_ffi", "triton", "safetensors", "rich", "click")
@@ -182,12 +181,6 @@ def test_families_import_each_other_nowhere():
         if family_of(name) not in ("", family_of(module))
     }
     assert found == SIDEWAYS, f"new: {sorted(found - SIDEWAYS)}; gone, so take it off: {sorted(SIDEWAYS - found)}"
-
-
-def test_nothing_imports_what_serves_comparisons_only():
-    for module, imported in graph().items():
-        if floor_of(module) != "ablation":
-            assert not [name for name in imported if floor_of(name) == "ablation"], module
 
 
 def test_no_operator_is_named_on_the_floors_of_layouts_and_lowering():

@@ -3,8 +3,6 @@
 LQQ (LiquidGEMM, specs.md D): every byte lane of q*s + a stays below 256 (q <= 15, s <= 16, a <= 255 - q*s), so one
 32-bit multiply-add serves four values; XOR 0x80 makes the signed byte, or the consumer multiplies it as u8. Of
 signed codes, whose nibbles become q + 8 in the instruction that masks them, a = 128 - 8 s leaves q * s.
-vadd4 (QServe, the baseline of benchmarks/w4a8_ablation.py): multiplies first and adds the group's least value to each
-lane by __vadd4, which wraps; it takes a ^ 0x80 in every lane where LQQ takes a, and gives the same bytes.
 x16 (COMET, specs.md E.2): a signed nibble moved into the upper half of its byte is 16 * q with the right sign.
 """
 
@@ -15,12 +13,6 @@ from terrazzo.layouts.converters.base import Converter, lop3, register
 
 LOW, HIGH, FLIP = np.uint32(0x0F0F0F0F), np.uint32(0xF0F0F0F0), np.uint32(0x80808080)
 EIGHTS = np.uint32(0x08080808)
-
-
-def _add_lanes(x, y):
-    """Bytes of x + y, each modulo 256."""
-    low = ~FLIP
-    return ((x & low) + (y & low)) ^ ((x ^ y) & FLIP)
 
 
 def _nibbles(words) -> list[np.ndarray]:
@@ -80,20 +72,6 @@ register(
         + lop3("hi", "w >> 4", 0x0F0F0F0F, 0x08080808, 0x6A)
         + "\nout[0] = (lo * s + a) ^ 0x80808080u;\nout[1] = (hi * s + a) ^ 0x80808080u;",
         instructions=7,
-        params=("s", "a"),
-    )
-)
-register(
-    Converter(
-        "u4_s8_vadd4",
-        "u4",
-        "int8",
-        4,
-        8,
-        lambda w, s, a: [_add_lanes(q * s, a) for q in _nibbles(w)],
-        "unsigned lo = w & 0x0f0f0f0fu, hi = (w >> 4) & 0x0f0f0f0fu;\n"
-        "out[0] = __vadd4(lo * s, a);\nout[1] = __vadd4(hi * s, a);",
-        instructions=13,
         params=("s", "a"),
     )
 )

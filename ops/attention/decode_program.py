@@ -20,7 +20,6 @@ from types import SimpleNamespace
 
 from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.attention.ablation import PlainLayout
 from terrazzo.ops.attention.decode_arguments import (
     PASS_CONFIGS,
     arguments,
@@ -172,7 +171,7 @@ def _make_loop_macros(f: SimpleNamespace, tile, copies, rows_of, *, bulk: bool, 
 def build(
     target, *, k_format: str, v_format: str, head_dim: int, dtype: str, row_tiles: int, warps: int, tiles: int,
     stages: int, min_blocks: int, shared_rows: bool, page: int, residual: int, softcap: bool, sinks: bool,
-    ahead: int = 0, parts: int = 1, cluster: int = 1, convert: str = "masked", balanced: bool = False,
+    ahead: int = 0, parts: int = 1, cluster: int = 1, balanced: bool = False,
     sink_tokens: int = 0, ragged: bool = False, output: str = "none", smooth: bool = False, column_scales: bool = False,
 ):  # fmt: skip
     """The prim_func `main` for up to 8 * row_tiles rows in a CTA.
@@ -186,7 +185,6 @@ def build(
         softcap, sinks: whether the logits are capped, and whether each head has a sink.
         ahead: stages of a warp that are fetched into L2 while the kernel ahead may still run (decode_copies.py), 0..32.
         parts: warps that share a group of channel-wise keys. cluster: splits whose CTAs are a cluster, 1..16.
-        convert: "masked", or "plain" for integer-to-float instructions (ablation.py).
         balanced: sequences get splits in proportion to their tokens, without clusters. Of P CTAs along x, P - B are
             what the tokens of all are divided by (schedules/attention_balance.py).
         ragged: sequences have numbers of new tokens of their own, up to most_new.
@@ -205,7 +203,7 @@ def build(
     """
     import tilelang.language as T
 
-    layout = {"masked": CacheLayout, "plain": PlainLayout}[convert](k_format, v_format, head_dim, sink_tokens)
+    layout = CacheLayout(k_format, v_format, head_dim, sink_tokens)
     _check(layout, target, tiles, shared_rows, page, residual, ahead, parts, cluster, balanced)
     nt, group, threads = row_tiles, layout.k.group, warps * 32
     bulk, pdl = target.supports("bulk_copy"), target.supports("pdl")

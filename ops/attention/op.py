@@ -34,7 +34,7 @@ MOST = 1e38
 """Largest scale: times LOG2E, it is a float32."""
 MOST_CAP = 1024
 """Largest softcap: tanh's error, times it, is below an ulp of a 16-bit weight."""
-SCHEDULES = (schedules.Decode, schedules.PlainDecode, schedules.WarpgroupDecode)
+SCHEDULES = (schedules.Decode, schedules.WarpgroupDecode)
 GRID = 65535
 """Most CTAs along the second and third dimension of a launch."""
 

@@ -31,19 +31,15 @@ def spare_registers(warpgroups: int, sums: int, per_sm: int = 1) -> int:
     return min(65536 // (128 * (warpgroups + 1) * per_sm) // 8 * 8, 240) - 48 - -(-sums // 16) * 16
 
 
-def share_macros(
-    *, vectors: int, row_blocks: int, flags: int, dtype: str, spare: int, apart: bool = False
-) -> SimpleNamespace:
+def share_macros(*, vectors: int, row_blocks: int, flags: int, dtype: str, spare: int) -> SimpleNamespace:
     """Macros `leave_share` and `add_shares`, or `give`, `take` and `close`: partial tiles through the workspace.
 
     A thread holds `row_blocks` * `vectors` groups of four 32-bit sums in `dtype`; WS [grid, blocks, vectors, 128, 4].
     `flags` semaphores belong to a CTA, one for each warpgroup (each warp, where tiles are parted). `spare`: registers
-    of a thread for loads under way; from 16 on, several shares are loaded together. `apart`: warpgroups have tiles of
-    their own; each then counts as a CTA, and `wg` only names its barrier.
+    of a thread for loads under way; from 16 on, several shares are loaded together.
     """
     import tilelang.language as T
 
-    part = (lambda wg: 0) if apart else (lambda wg: wg)
     total = row_blocks * vectors
     at_once = 4 if spare >= 64 else 2  # shares whose loads are in flight together
     depth = max(min(spare // (4 * at_once), 8, total), 1)  # vectors of each
@@ -53,8 +49,8 @@ def share_macros(
         """The sum of a tile whose head another CTA holds goes to the workspace."""
         for r in T.unroll(row_blocks):
             for i in T.unroll(vectors):
-                copy16(WS[cta, part(wg) * row_blocks + r, i, wt, 0], acc[(r * vectors + i) * 4])
-        T.call_extern("handle", "tz_signal", T.access_ptr(SEM[cta, part(wg)], "rw", 1), wg + 1)
+                copy16(WS[cta, wg * row_blocks + r, i, wt, 0], acc[(r * vectors + i) * 4])
+        T.call_extern("handle", "tz_signal", T.access_ptr(SEM[cta, wg], "rw", 1), wg + 1)
 
     @T.macro
     def load_vector(WS, coming, i, b, count, cta, wg, wt):
@@ -64,7 +60,7 @@ def share_macros(
                 "handle",
                 "tz_load_share",
                 T.access_ptr(coming[(i % depth * at_once + j) * 4], "w", 4),
-                T.access_ptr(WS[cta, part(wg) * row_blocks + i // vectors, i % vectors, wt, 0], "r", 4),
+                T.access_ptr(WS[cta, wg * row_blocks + i // vectors, i % vectors, wt, 0], "r", 4),
                 WS.shape[1] * (vectors * 512),
                 b + j + 1,
                 count,
@@ -75,9 +71,7 @@ def share_macros(
         """One share after the other joins acc, where it is loaded."""
         for b in T.serial(count):
             for i in T.unroll(total):
-                addcg4(
-                    acc[i * 4], WS[cta - (b + 1), part(wg) * row_blocks + i // vectors, i % vectors, wt, 0], dtype=dtype
-                )
+                addcg4(acc[i * 4], WS[cta - (b + 1), wg * row_blocks + i // vectors, i % vectors, wt, 0], dtype=dtype)
 
     @T.macro
     def add_together(WS, acc, count, cta, wg, wt):
@@ -97,7 +91,7 @@ def share_macros(
     @T.macro
     def add_shares(WS, SEM, acc, count, cta, wg, wt):
         """The head of a tile adds the `count` other shares in order of k."""
-        T.call_extern("handle", "tz_await", T.access_ptr(SEM[cta - 1, part(wg)], "rw", 1), count, -flags, wg + 1)
+        T.call_extern("handle", "tz_await", T.access_ptr(SEM[cta - 1, wg], "rw", 1), count, -flags, wg + 1)
         if spare < 16:
             add_in_place(WS, acc, count, cta, wg, wt)
         else:

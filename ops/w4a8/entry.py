@@ -43,7 +43,7 @@ def gemm(
             sums of x (K up to 66311); "auto" is xor. Both give the same bits. Weights of `fp8` have one form, "e4m3".
         pipeline: "imfp" (one producer, consumers that dequantize and multiply rows of one tile; wgmma), "multistage"
             (mma.sync behind a ring of cp.async), "small_batch" (mma.sync, 32 tokens for each launch), "auto" by M, size
-            and target. Others, for comparisons, are `ablation.w4a8`'s.
+            and target.
 
     x, bias and out may be arrays of another library (ops/dlpack.py); the result is then one of x's library, or out.
 

@@ -6,16 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from terrazzo.ablation.w4a8 import op
 from terrazzo.autotune import gemm_bench, measure, w4a8_bench
-from terrazzo.lowering.targets import Target
 from terrazzo.ops import w4a8
 from terrazzo.ops.w4a8 import QuantizedActivations, reference
 from test_gemm_bench import Rival
 from test_gemm_bench import on_the_cpu as clockless
 
 from benchmarks import w4a8 as program
-from benchmarks import w4a8_ablation as ablation
 from benchmarks.report import FIELDS, ROW_FIELDS
 
 SHAPES = {(128, 256): ("model.qkv",), (64, 384): ("model.o", "other.o")}
@@ -59,19 +56,6 @@ def test_a_run_has_every_field(operator):
     assert row["schedule"].startswith("w4a8.stream_k ") and row["bound"] in ("load", "dequant", "mma")
     assert result["rows"][0]["schedule"].startswith("w4a8.small_batch ")
     assert set(result["call_overhead_us"]) == {"terrazzo", "torch_mm", "terrazzo_allocating"}
-
-
-def test_ablation_times_what_serves_each_m(operator):
-    small, wide = bench(ablation=True)["rows"][:2]
-    both = {"imfp_xor", "imfp_unsigned", "with_quantizer", "quantizer"}
-    assert set(small["variants"]) >= both | {"small_batch_xor", "small_batch_unsigned"}
-    assert both <= set(wide["variants"]) and not any("small_batch" in name for name in wide["variants"])
-    operator.setattr(op, "gemm", vars(w4a8)["gemm"])
-    settings = ablation.WaysSettings(peers=())
-    (row, *_) = gemm_bench.bench(ablation.WaysShape, SHAPES, (40,), settings, lambda all: [None] * len(all))["rows"]
-    assert set(row["variants"]) == {"_".join(way) for way in ablation.WAYS} and "basic_vadd4" in row["variants"]
-    older = w4a8_bench.options_of(8, 128, 256, w4a8_bench.W4A8Settings(ablation=True), Target.parse("sm_80"))
-    assert not any("imfp" in name for name in older)
 
 
 def test_wrong_outputs_have_no_time(operator):

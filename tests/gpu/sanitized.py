@@ -26,9 +26,7 @@ import w4a8_fp8_oracles
 import w4a8_oracles
 import w4ax_cases
 import w4ax_expert_cases
-from terrazzo.ablation.w4a8 import op as compared
 from terrazzo.lowering import is_ready
-from terrazzo.lowering.targets import Target
 from terrazzo.ops import w4a8, w4a16
 from terrazzo.schedules import records, small_batch, stream_k
 
@@ -78,10 +76,6 @@ class Watched:
             return w4a16.weight_requests(self.weight(), case.m, getattr(torch, case.spec.dtype), case.numerics)
         if isinstance(case, w4a8_oracles.Case):
             dtype = getattr(torch, case.dtype) if case.kind == "random" else None
-            if case.pipeline in compared.schedules.PIPELINES:
-                facts = dict(pipeline=case.pipeline, dequantization=case.dequantization, out_dtype=case.out)
-                spec, target = case.spec, self.target or Target.detect()
-                return compared.kernel_requests(spec.n, spec.k, m=case.m, group_size=spec.group, target=target, **facts)
             return w4a8.weight_requests(self.weight(), case.m, dtype, **case.options)
         return case.requests()
 
@@ -124,8 +118,7 @@ def run_w4a8(case: w4a8_oracles.Case, weight: w4a8.PackedWeight, requests: list)
         parts = (part.to(DEVICE) for part in (made.q, made.scales, made.row_sums))
         given = w4a8.QuantizedActivations(*parts, made.shape)
     y = torch.full((case.m, case.spec.n), -77, dtype=getattr(torch, case.out)).to(DEVICE)
-    gemm = compared.gemm if case.pipeline in compared.schedules.PIPELINES else w4a8.gemm
-    gemm(given, weight, out=y, **case.options)
+    w4a8.gemm(given, weight, out=y, **case.options)
     w4a8_oracles.compare(case, "product", y.cpu(), q, scales)
 
 
@@ -155,9 +148,6 @@ FAMILIES: dict[str, tuple[Watched, ...]] = {
         Watched("small_batch", S8(W4A8(257, 512, 64), 7, "int32", kind="integer")),
         Watched("small_batch cluster split", S8(W4A8(128, 10944, 32), 16, "float16", "unsigned", kind="integer")),
         Watched("stream_k, quantizer with smooth", S8(W4A8(257, 640, bias=True, smooth=True), 64)),
-        Watched("basic", S8(W4A8(257, 640, 64), 40, "int32", "vadd4", pipeline="basic", kind="integer")),
-        Watched("excp shared", S8(W4A8(256, 4096, 128), 100, "int32", "xor", pipeline="excp", kind="integer")),
-        Watched("pingpong shared", S8(W4A8(257, 2048, 32), 100, "float16", "xor", pipeline="pingpong", kind="integer")),
         Watched("quantizer, many rows", S8(W4A8(64, 203), 300)),
         Watched("multistage split", S8(W4A8(257, 512, 64), 40, "int32", kind="integer"), "sm_80"),
         Watched("stream_k e4m3, quantizer", S4F8(E4M3(257, 640, 64, bias=True, smooth=True), 70)),

@@ -12,12 +12,6 @@ from functools import lru_cache
 
 import pytest
 import torch
-from terrazzo.ablation.w4a8 import basic as basic_program
-from terrazzo.ablation.w4a8 import excp as excp_program
-from terrazzo.ablation.w4a8 import multistage as baseline_program
-from terrazzo.ablation.w4a8 import pingpong as pingpong_program
-from terrazzo.ablation.w4a8 import schedules as compared
-from terrazzo.ablation.w4a8.baseline import VADD4
 from terrazzo.lowering.kernels import get_kernel
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
@@ -40,9 +34,6 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "int32": torch.i
 
 PROGRAMS = {
     "stream_k": stream_k_program,
-    "pingpong": pingpong_program,
-    "excp": excp_program,
-    "basic": basic_program,
     "small_batch": small_batch_program,
     "multistage": multistage_program,
 }
@@ -114,9 +105,7 @@ class Case:
     launches: int = 2
 
     def request(self) -> KernelRequest:
-        as_qserve = self.program == "multistage" and self.dequantization == VADD4
-        module = baseline_program if as_qserve else PROGRAMS[self.program]
-        w = self.weight
+        module, w = PROGRAMS[self.program], self.weight
         params = dict(
             n=w.n, k=-(-w.k // 16) * 16, group=w.group, out_dtype=self.out_dtype, dequantization=self.dequantization,
             bias=self.bias, **self.schedule.params(),
@@ -144,9 +133,7 @@ def buffers(case: Case, m: int, grid: tuple[int, int] | None) -> tuple[torch.Ten
         (shape, sem), scalars = launch_sizes(s, problem(case), m), ()
     else:
         if grid is None:
-            part = (compared if isinstance(s, compared.Compared) else stream_k_schedules).partition(
-                s, problem(case), Target.detect(), m
-            )
+            part = stream_k_schedules.partition(s, problem(case), Target.detect(), m)
             grid = (part.grid, part.shared)
         (shape, sem), scalars = s.workspace(grid[0]), (grid[1],)
     workspace = torch.full(shape, 0x5A5A5A5A, dtype=torch.int32, device=DEVICE)
@@ -255,29 +242,6 @@ def stream_k_cases() -> list[Case]:
     return cases
 
 
-def pipeline_cases() -> list[Case]:
-    """The other pipelines on wgmma: their extreme tiles, then one tile on ragged weights and in every output."""
-    tiles = {
-        "basic": (compared.Basic(16, 4, 1, 2), compared.Basic(256, 2, 1, 2, operands=2), compared.Basic(128, 2, 2, 2)),
-        "excp": (compared.Excp(16, 2, 1, 2), compared.Excp(256, 1, 1, 2, operands=1), compared.Excp(128, 2, 2, 2)),
-        "pingpong": (compared.PingPong(16, 3, 1, 2), compared.PingPong(256, 2, 1, 2), compared.PingPong(128, 2, 2, 2)),
-    }
-    cases, layer = [], Weight(6144, 4096, 64)
-    for i, (program, schedules) in enumerate(tiles.items()):
-        for s in schedules:
-            ms, shared = (1, s.block_tokens, 2 * s.block_tokens + 3), (None, (5, -1), (3, 0), (1, -1))
-            cases.append(Case(program, SMALL, fitted(SMALL, s), ms, partitions=shared))
-        for j, weight in enumerate((RAGGED, THIN, DEEP)):
-            out_dtype, bias = (("int32", False), ("float16", True), ("bfloat16", False))[(i + j) % 3]
-            dequantization = ("xor", "unsigned")[j % 2]
-            s = fitted(weight, schedules[-1], out_dtype)
-            cases.append(Case(program, weight, s, (3, 1000), dequantization, out_dtype, bias, (None, (7, -1))))
-        cases.append(Case(program, layer, fitted(layer, schedules[-1]), (1030,), launches=100))
-    for weight, s in ((SMALL, tiles["basic"][0]), (RAGGED, tiles["basic"][1])):
-        cases.append(Case("basic", weight, fitted(weight, s), (3, 300), "vadd4", partitions=(None, (5, -1))))
-    return cases
-
-
 def small_batch_cases() -> list[Case]:
     cases = []
     splits = {  # token_tiles, kc, nc, warps, chunk, stages, cluster, joined, tokens
@@ -331,7 +295,6 @@ def multistage_cases() -> list[Case]:
                 out_dtype, bias = (("float16", True), ("bfloat16", False))[i % 2]
                 cases.append(Case("multistage", weight, s, ms, dequantization, arch="sm_80"))
                 cases.append(Case("multistage", weight, s, ms, dequantization, out_dtype, bias, arch="sm_80"))
-    cases.append(Case("multistage", SMALL, Multistage(64, 4, 2, 3, kc=2), (17, 131), "vadd4", arch="sm_80"))
     for m in (32, 64, 128, 1000):
         s = multistage_schedules.choose(Gemm.of_bytes(4096, 4096, 64), Target.parse("sm_80"), m)
         cases.append(
@@ -372,7 +335,6 @@ def stress_cases() -> list[Case]:
 
 ALL = {
     "stream_k": stream_k_cases,
-    "pipelines": pipeline_cases,
     "small_batch": small_batch_cases,
     "multistage": multistage_cases,
     "chosen": chosen_cases,

@@ -94,7 +94,6 @@ def test_declared_instructions_are_the_compiled_ones(counts):
         ("u4_s8_lqq", {"LOP3": 4, "SHF": 1, "IMAD": 2}),
         ("s4_s8_lqq", {"LOP3": 4, "SHF": 1, "IMAD": 2}),
         ("u4_u8_lqq", {"LOP3": 2, "SHF": 1, "IMAD": 2}),
-        ("u4_s8_vadd4", {"LOP3": 8, "SHF": 1, "IMAD": 4}),
         ("s4_s8_x16", {"LOP3": 2, "SHF": 1}),
     ],
 )

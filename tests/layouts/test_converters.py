@@ -184,22 +184,6 @@ def test_lqq_of_signed_codes_multiplies_them():
                 assert (values[:, o, e] == code[o + 2 * e] * s.astype(np.int64)).all()
 
 
-def test_vadd4_adds_bytes_that_wrap():
-    """QServe's order on every byte of a product and every offset; with a ^ 0x80 it gives LQQ's signed bytes."""
-    rng = np.random.default_rng(3)
-    words = rng.integers(0, 2**32, 4096, dtype=np.uint32)
-    s, least = rng.integers(1, 17, 4096).astype(np.uint32), rng.integers(0, 256, 4096).astype(np.uint32)
-    got = get_converter("u4_s8_vadd4").emulate(words, s, least * np.uint32(0x01010101))
-    code = layout_oracle.fields(words, 4)
-    lanes = np.ascontiguousarray(got).view(np.uint8).reshape(-1, 2, 4)
-    for o in range(2):
-        for e in range(4):
-            assert (lanes[:, o, e] == (code[:, o + 2 * e] * s.astype(np.int64) + least) % 256).all()
-    a = (rng.random(4096) * (256 - 15 * s)).astype(np.uint32)
-    lqq = get_converter("u4_s8_lqq").emulate(words, s, a * np.uint32(0x01010101))
-    assert (get_converter("u4_s8_vadd4").emulate(words, s, (a ^ 0x80) * np.uint32(0x01010101)) == lqq).all()
-
-
 half = st.integers(0, 0xFFFF)
 
 

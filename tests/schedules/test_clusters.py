@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from terrazzo.ablation.w4a8 import schedules as compared
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops.tiles.cluster_shares import cluster_macros
@@ -53,12 +52,10 @@ def test_a_schedule_whose_tiles_cannot_be_shared_is_refused(change, said):
     assert linear_spaces.of(PROBLEM).refusal("stream_k", schedule, H200, 128)
 
 
-def test_other_pipelines_and_older_gpus_have_no_clusters():
+def test_older_gpus_have_no_clusters():
     problem = Gemm.of_bytes(4096, 4096, 64)
-    assert "Basic" in compared.Basic(128, 2, 1, 4, cluster=2).cluster_refusal(problem, H200)
     assert not StreamK(128, 2, 1, 4, cluster=2, form="s8 integer").cluster_refusal(problem, H200)
     assert "sm_80 has none" in stream_k.StreamK(128, 2, 1, 4, 128, cluster=2).cluster_refusal(PROBLEM, A100)
-    assert "cluster" not in compared.PingPong(64, 2, 1, 4).params()
     assert "cluster" in StreamK(64, 2, 1, 4, form="s8 integer").params()
 
 

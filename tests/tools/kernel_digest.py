@@ -27,7 +27,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,6 @@ def _w8a8() -> Calls:
 
 
 def _w4a8() -> Calls:
-    from terrazzo.ablation.w4a8 import op as compared
     from terrazzo.ops import w4a8
 
     def calls(label: str, target: str, ms: tuple[int, ...], n: int = N, k: int = K, **changes) -> Calls:
@@ -178,9 +177,6 @@ def _w4a8() -> Calls:
         yield from calls(label, "sm_80", (8, 128), **changes)
     for label, changes in ((" per channel", dict(group_size=K)), (" bf16 bias", dict(out_dtype="bfloat16", bias=True))):
         yield from calls(label, "sm_90a", (4, 64, 1024), **{**e4m3, **only, **changes})
-    for pipeline, m in product(("basic", "basic_overlapped", "excp", "pingpong"), (64, 256)):
-        way = partial(compared.kernel_requests, N, K, m=m, pipeline=pipeline, target="sm_90a")
-        yield f"w4a8 sm_90a {pipeline} m={m}", way
     yield from calls(" smooth", "sm_90a", (64,), smooth=True, dtype="bfloat16")
     yield from calls(" deep", "sm_90a", (128,), **only, k=14336)
     yield from calls(" ragged", "sm_90a", (8, 80), **only, n=1000, k=1120)
@@ -222,7 +218,6 @@ def _w4ax() -> Calls:
 
 
 def _attention() -> Calls:
-    from terrazzo.ablation import decode_shared
     from terrazzo.lowering.targets import Target
     from terrazzo.ops import attention
     from terrazzo.ops.attention import slot_writing
@@ -279,7 +274,6 @@ def _attention() -> Calls:
         yield f"attention int4/int4 {target} parts", partial(_parts, target)
     yield "attention int4/int4 sm_90a ragged", _ragged
     yield "attention int4/int4 sm_90a codes", _codes
-    yield "attention int4/int4 sm_90a shared", lambda: [decode_shared.request(Target.parse("sm_90a"))]
 
 
 def _parts(target: str) -> list[KernelRequest]:

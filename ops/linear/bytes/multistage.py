@@ -109,7 +109,7 @@ def operand_macros(gemm: Gemm, shape: Tile, operand: SimpleNamespace) -> SimpleN
                 T.call_extern(
                     "handle",
                     "tz_lqq_params",
-                    word ^ T.uint32(gemm.offset_flip) if gemm.offset_flip else word,
+                    word,
                     T.access_ptr(v[m * 4], "w", 4),
                 )
 

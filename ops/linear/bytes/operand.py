@@ -47,9 +47,7 @@ def operand_macros(gemm: Gemm) -> SimpleNamespace:
                 T.call_extern(
                     "handle",
                     "tz_lqq_params",
-                    u[(h * 2 + e) * gemm.groups // 4] ^ T.uint32(gemm.offset_flip)
-                    if gemm.offset_flip
-                    else u[(h * 2 + e) * gemm.groups // 4],
+                    u[(h * 2 + e) * gemm.groups // 4],
                     T.access_ptr(held.v, "w"),
                 )
             for r in T.unroll(4):  # registers 0 and 2 hold row g, 1 and 3 row g + 8

@@ -36,8 +36,6 @@ class Gemm:
     bias: bool
 
     converters: ClassVar[Mapping[str, str]] = DEQUANTIZATIONS
-    offset_flip: ClassVar[int] = 0
-    """What a word of parameters is XORed with, for converters that take another offset."""
 
     launched: ClassVar[SimpleNamespace | None] = None
     """Of a program without shapes: expressions `row_blocks`, `units`, `all_units`, `extent` of B and `bias`, whether it

@@ -115,9 +115,9 @@ def test_every_schedule_of_the_space_passes(arch, head_dim):
         (decode_schedules.Decode(1, 4.0, 1, 3, 1), "warps must be of type int"),
         (decode_schedules.Decode(1, "4", 1, 3, 1), "warps must be of type int"),
         (decode_schedules.Decode(1, 4, 1, 3, 1, 1), "shared_rows must be of type bool"),
-        (Prefill("mma", 2, 8, 2), "must be a schedule, Decode or PlainDecode or WarpgroupDecode"),
-        (decode_schedules.Decode, "must be a schedule, Decode or PlainDecode or WarpgroupDecode"),
-        (0, "must be a schedule, Decode or PlainDecode or WarpgroupDecode"),
+        (Prefill("mma", 2, 8, 2), "must be a schedule, Decode or WarpgroupDecode"),
+        (decode_schedules.Decode, "must be a schedule, Decode or WarpgroupDecode"),
+        (0, "must be a schedule, Decode or WarpgroupDecode"),
     ],
     ids=str,
 )
@@ -131,9 +131,8 @@ def test_decode_schedules_of_other_types_are_refused(cache, on_a_gpu, schedule, 
         assert error.value.argument == "schedule" and words in str(error.value)
 
 
-def test_schedules_of_the_ablation_pass():
+def test_schedules_of_decode_pass():
     for made in (
-        decode_schedules.PlainDecode(1, 8, 2, 3, 1),
         decode_schedules.WarpgroupDecode(2, 4, 4, 3, 1),
         decode_schedules.Decode(1, 4, 1, 3, 1),
     ):

@@ -10,15 +10,12 @@ import torch
 from cuda_on_cpu import EARLY, LDMATRIX, VOTES, CpuKernel, cuda_text
 from emulated_cases import cases
 from terrazzo.layouts.converters import get_converter
-from terrazzo.layouts.converters.arith import elements
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.attention import op, reference
-from terrazzo.ops.attention.ablation import PlainLayout
 from terrazzo.ops.attention.codes import Codes
 from terrazzo.ops.attention.device import PRIMITIVES
-from terrazzo.ops.attention.layout import CacheLayout
-from terrazzo.schedules.attention import Decode, PlainDecode, WarpgroupDecode
+from terrazzo.schedules.attention import Decode, WarpgroupDecode
 from wgmma_on_cpu import SHIMS as WGMMA
 from wgmma_on_cpu import translated
 
@@ -72,10 +69,6 @@ def emulate(
         PRIMITIVES["places"].source,
         "template <int N> static void tz_store(void *p, const void *v) { memcpy(p, v, 4 * N); }\n",
     ]
-    if isinstance(schedule, PlainDecode):
-        plain = PlainLayout(case.k, case.v, case.head_dim)
-        converters += ["static unsigned tz_plain(unsigned x) { return narrow<false>(x); }\n"]
-        converters += [f.converter.device_source for f in (plain.k, plain.v)]
     converters += [get_converter(name).device_source for name in sorted(names | {layout.k.converter.name})]
     converters += more
     if isinstance(schedule, WarpgroupDecode):
@@ -187,7 +180,7 @@ CASES = {
     "40 rows shared": (
         Case("int4_channel64", "int2", group=8, q_len=5, lengths=(200, 4), window=90), Decode(2, 2, 2, 2, 1, True), 2
     ),
-    "plain conversions, no pipeline": (Case("int2", "int4", lengths=(150, 7)), PlainDecode(1, 2, 2, 1, 1), 2),
+    "no pipeline": (Case("int2", "int4", lengths=(150, 7)), Decode(1, 2, 2, 1, 1), 2),
     "storage ends inside a stage": (Case("int2", "int2", lengths=(257, 1)), Decode(1, 2, 4, 2, 1), 2),
     "one warp": (Case("int4", "int4", lengths=(150, 7)), Decode(1, 1, 2, 3, 1), 2),
     "40 rows": (Case("int4_channel64", "int4", group=8, q_len=5, lengths=(200, 4)), Decode(2, 2, 1, 3, 1), 2),
@@ -417,23 +410,6 @@ def test_each_sequence_has_new_tokens_of_its_own(name, tmp_path):
 def test_decode_with_cp_async(tmp_path):
     case = Case("int4_channel64", "int4", lengths=(300, 63, 0), page=128)
     judge(case, *emulate(case, SMALL, 4, tmp_path, target="sm_80"))
-
-
-def test_plain_conversions_read_the_same_bytes():
-    for name in ("int8", "int4", "int2", "int4_channel64"):
-        usual, plain = CacheLayout(name, "int4", 128), PlainLayout(name, "int4", 128)
-        codes = torch.randint(0, 1 << min(usual.k.bits, 8), (64, 128), generator=torch.Generator().manual_seed(1))
-        codes = codes.to(torch.uint8)
-        assert torch.equal(usual.k_layout.pack(codes), plain.k_layout.pack(codes))
-        assert torch.equal(usual.v_layout.pack(codes.T % 16), plain.v_layout.pack(codes.T % 16))
-        words = torch.randint(0, 1 << 31, (50,), generator=torch.Generator().manual_seed(2)).numpy()
-        converter = plain.k.converter
-        ones = (1 << converter.storage_bits) - 1
-        made = elements(converter.emulate(words), "float16")
-        for o in range(converter.outputs):
-            for e in range(2):
-                field = words >> converter.storage_bits * converter.pos(o, e) & ones
-                assert (made[:, o, e] == field).all()
 
 
 def judge(case, q, y, lse, options):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from terrazzo.ablation.w4a8 import excp
 from terrazzo.ops.attention import prefill_shared
 from terrazzo.ops.tiles import program
 
@@ -12,7 +11,6 @@ TABLES = {
     # warpgroups of each kind, registers of their threads, CTAs of an SM
     **{f"tile{key}": ([1, key[0]], regs, key[1]) for key, regs in program.REGISTERS.items()},
     **{f"prefill_shared[{wgs}]": ([1, wgs], regs, 1) for wgs, regs in prefill_shared.REGISTERS.items()},
-    **{f"excp[{wgs}]": ([1, 1, wgs], regs, 1) for wgs, regs in excp.REGISTERS.items()},
 }
 
 

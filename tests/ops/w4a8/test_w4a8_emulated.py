@@ -6,8 +6,6 @@ import pytest
 import torch
 from cuda_on_cpu import CpuKernel, cuda_text
 from emulated_cases import cases
-from terrazzo.ablation.w4a8 import baseline
-from terrazzo.ablation.w4a8 import multistage as baseline_program
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.linear.bytes import multistage
@@ -117,11 +115,6 @@ static void tz_load_part(void *r, const void *p, int elements, int bytes, int un
 static int __popc(unsigned v) { return __builtin_popcount(v); }
 static int __ffs(int v) { return __builtin_ffs(v); }
 static void tz_addcg4i(void *r, const void *p) { for (int i = 0; i < 4; ++i) ((int *)r)[i] += ((const int *)p)[i]; }
-static unsigned __vadd4(unsigned x, unsigned y) {
-  unsigned r = 0;
-  for (int i = 0; i < 32; i += 8) r |= ((x >> i) + (y >> i) & 255) << i;
-  return r;
-}
 static float tz_rescale(int acc, float s, float x, float b) { return fmaf((float)acc * s, x, b); }
 static void tz_lqq_params(unsigned u, void *out) {
   unsigned *v = (unsigned *)out;
@@ -149,12 +142,11 @@ def emulate(weight, x, x_scales, schedule, folder, *, out_dtype, dequantization,
         n=weight.n, k=k, group=weight.group_size, out_dtype=out_dtype, dequantization=dequantization,
         bias=bias is not None, **schedule.params(),
     )  # fmt: skip
-    program = baseline_program if dequantization == baseline.VADD4 else multistage
     request = KernelRequest(
-        "w4a8.multistage", f"{program.__name__}:build", tuple(params.items()), "sm_80", program.PASS_CONFIGS
+        "w4a8.multistage", f"{multistage.__name__}:build", tuple(params.items()), "sm_80", multistage.PASS_CONFIGS
     )
     source = on_cpu(cuda_text(request))
-    gemm = baseline.Gemm(weight.n, k, weight.group_size, out_dtype, dequantization, bias is not None)
+    gemm = multistage.Gemm(weight.n, k, weight.group_size, out_dtype, dequantization, bias is not None)
     kernel = CpuKernel(source, [EXTRA, gemm.converter.device_source], schedule.warps * 32, folder)
     problem = Gemm.of_bytes(weight.n, k, weight.group_size, gemm.out_bytes)
     space, flags = launch_sizes(schedule, problem, m)
@@ -172,7 +164,7 @@ def emulate(weight, x, x_scales, schedule, folder, *, out_dtype, dequantization,
 
 
 CASES = {  # n, k, group, m, schedule, output, dequantization, bias
-    "split k": (192, 656, 64, 37, Multistage(32, 4, 2, 3, kc=3), "int32", "vadd4", False),
+    "split k": (192, 656, 64, 37, Multistage(32, 4, 2, 3, kc=3), "int32", "xor", False),
     "token warps": (130, 288, 32, 100, Multistage(64, 8, 1, 2, token_warps=2), "int32", "unsigned", False),
     "float16": (200, 400, 128, 70, Multistage(64, 4, 2, 4, raster=2), "float16", "unsigned", True),
     "ragged": (67, 512, 64, 33, Multistage(32, 4, 2, 2, kc=2), "bfloat16", "xor", True),

@@ -1,1 +1,0 @@
-"""What serves comparisons only: programs of other designs that benchmarks time. Nothing else imports it."""
