@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from terrazzo.nn import products
 from terrazzo.ops.attention import quantizer
-from terrazzo.ops.attention.format import get_format, kept_in_f16
+from terrazzo.ops.attention.format import kept_in_f16
 from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.formats.kv import get_format
 from torch import nn
 from torch.nn import functional as F
 

@@ -13,9 +13,9 @@ from terrazzo.nn.decoder import positions_of
 from terrazzo.nn.dense import Dense
 from terrazzo.nn.formats import Format
 from terrazzo.ops import w4a8, w4ax
-from terrazzo.ops.attention.format import FORMATS
 from terrazzo.ops.attention.kv_cache import KVCache
 from terrazzo.ops.attention.quantizer import E4M3_MAX
+from terrazzo.ops.formats.kv import FORMATS
 
 ROWS = 512
 """Activations of a layer that are kept as they are."""

@@ -16,7 +16,8 @@ from terrazzo.nn.linear import Linear
 from terrazzo.nn.parallel import SharedHead, TensorParallel, shared_heads
 from terrazzo.nn.sources import Published, Report, Source, Stored, quantized
 from terrazzo.ops import weights
-from terrazzo.ops.attention.format import FORMATS, PRESETS, get_format
+from terrazzo.ops.attention.format import PRESETS
+from terrazzo.ops.formats.kv import FORMATS, get_format
 from terrazzo.ops.shards import Cut
 
 DTYPES = ("float16", "bfloat16")

@@ -14,10 +14,10 @@ from terrazzo.lowering.targets import Target
 from terrazzo.ops import activation, attention, launching, model_layers, norm, rope, w4a8, w4ax
 from terrazzo.ops.attention import rope_writing, writing
 from terrazzo.ops.attention.cache import residual_of
-from terrazzo.ops.attention.format import HEAD_DIMS
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.checkpoints.config import Config
 from terrazzo.ops.checkpoints.reader import Checkpoint
+from terrazzo.ops.formats.kv import HEAD_DIMS
 from terrazzo.ops.formats.weight import OPERATORS as WEIGHT_ONLY
 from terrazzo.ops.grouped import all_tokens
 from terrazzo.ops.model_layers import Layers, Linear, joined, of_architecture, split

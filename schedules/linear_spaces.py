@@ -10,9 +10,10 @@ from terrazzo.lowering.targets import Target
 from terrazzo.schedules import grouped, multistage, small_batch, stream_k, tile_costs, token_tiles, w4ax
 from terrazzo.schedules.clusters import PAIR
 from terrazzo.schedules.multistage import Multistage
+from terrazzo.schedules.partition import memory_refusal
 from terrazzo.schedules.problem import TOKENS_PER_TILE, Gemm
 from terrazzo.schedules.small_batch import SmallBatch
-from terrazzo.schedules.spaces import RASTER, Space, memory_refusal
+from terrazzo.schedules.spaces import RASTER, Space
 from terrazzo.schedules.stream_k import StreamK
 from terrazzo.schedules.token_tiles import TokenTiles
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from terrazzo.lowering.targets import Target
+
 _SHARE_UNITS = 12  # k units of a share below which adding it up costs more than it saves
 MOST_SHARED = 3 << 20
 """k units of all shared tiles: the programs count up to 2^22 (`tz_quotient`), with a quarter for heads."""
@@ -32,3 +34,8 @@ def share_tiles(tiles: int, units: int, slots: int) -> Partition:
     # over all of k at once and loses the L2, so only where it must be.
     thin = rest * units < _SHARE_UNITS * slots
     return Partition(slots, rest + slots if thin and rest <= slots // 2 else rest)
+
+
+def memory_refusal(need: int, target: Target) -> str:
+    """Why a launch with `need` bytes of shared memory does not fit a CTA of the target, or ""."""
+    return "" if need <= target.smem_per_block else f"needs {need} bytes of shared memory, {target.arch} has less"

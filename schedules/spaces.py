@@ -138,7 +138,3 @@ def choose(
 def _later(schedule: Any) -> float:
     """1, or more for rasters that no cost model tells apart: the usual one of every tile is tried before the others."""
     return 1 + _FAR * abs(log2(getattr(schedule, "raster", RASTER) / RASTER))
-
-
-def memory_refusal(need: int, target: Target) -> str:
-    return "" if need <= target.smem_per_block else f"needs {need} bytes of shared memory, {target.arch} has less"

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from terrazzo.lowering.targets import Target
 from terrazzo.schedules import stream_k, tile_costs
 from terrazzo.schedules.costs import COSTS
+from terrazzo.schedules.partition import memory_refusal
 from terrazzo.schedules.problem import Gemm
-from terrazzo.schedules.spaces import memory_refusal
 from terrazzo.schedules.stream_k import StreamK
 
 FORM = "e4m3 block"

@@ -190,7 +190,7 @@ class Formats(click.ParamType):
     name = "KEYS/VALUES"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
-        from terrazzo.ops.attention.format import FORMATS
+        from terrazzo.ops.formats.kv import FORMATS
 
         if value == "none":
             return NO_CACHE

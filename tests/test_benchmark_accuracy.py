@@ -10,7 +10,7 @@ import pytest
 import torch
 from terrazzo import nn
 from terrazzo.ops.attention import pack_cache, reference
-from terrazzo.ops.attention.format import get_format
+from terrazzo.ops.formats.kv import get_format
 
 from benchmarks import accuracy, accuracy_data, simulated, train_small
 

@@ -183,6 +183,29 @@ def test_families_import_each_other_nowhere():
     assert found == SIDEWAYS, f"new: {sorted(found - SIDEWAYS)}; gone, so take it off: {sorted(SIDEWAYS - found)}"
 
 
+HOST = "cache dlpack entry fmpq format launching op quantizer records reference shards weights".split()
+"""Last names of modules that no kernel is made of."""
+LOWERING = {"errors", "targets"}
+"""Modules of lowering that a builder may import."""
+BUILDERS = [name for name, path in SOURCES.items() if floor_of(name) == "ops" and "\ndef build(" in path.read_text()]
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_a_kernel_is_not_made_of_code_of_the_host(builder):
+    """A builder's closure is what a kernel's name hangs on (lowering/sources.py): a message changed in a module of the
+    host would rename it, in wheels and bundles too."""
+    from terrazzo.lowering import sources
+
+    found = sources.closure([builder])
+    assert builder in found
+    assert not [name for name in found if floor_of(name) in ("ops", "schedules") and name.split(".")[-1] in HOST]
+    assert {short(name) for name in found if floor_of(name) == "lowering"} <= {f"lowering.{name}" for name in LOWERING}
+
+
+def test_every_builder_is_looked_at():
+    assert len(BUILDERS) > 20 and "terrazzo.ops.attention.decode_program" in BUILDERS
+
+
 def test_no_operator_is_named_on_the_floors_of_layouts_and_lowering():
     for module, path in SOURCES.items():
         if floor_of(module) in ("lowering", "layouts"):

@@ -28,8 +28,8 @@ from terrazzo.ops.attention import (
     slot_writing,
 )
 from terrazzo.ops.attention.cache import PackedCache, page_words
-from terrazzo.ops.attention.format import HEAD_DIMS
 from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.formats.kv import HEAD_DIMS
 from terrazzo.ops.lasting import lasting
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
 from terrazzo.ops.attention.format import kept_in_f16
-from terrazzo.ops.attention.layout import CacheLayout
-from terrazzo.ops.attention.quantizer import F16_MAX, QuantizedBlock, decoded, encode, rotate, rotated_exactly
+from terrazzo.ops.attention.layout import CacheLayout, QuantizedBlock, residual_layout
+from terrazzo.ops.attention.quantizer import F16_MAX, decoded, encode, rotate, rotated_exactly
 
 MAX_RESIDUAL = 256
 """Tokens: a warp of the kernel that packs a block holds 16 of them."""
@@ -279,11 +279,6 @@ def residual_of(layout: CacheLayout, residual: int | None) -> int:
 def residual_words(layout: CacheLayout, residual: int) -> int:
     """int32 words of the tiles of a residual ring of `residual` tokens, and of the first tokens."""
     return residual_layout(layout).words(residual + 16 + layout.sink_tokens)
-
-
-def residual_layout(layout: CacheLayout) -> CacheLayout:
-    """The residual block of any pair of formats: f16 tiles."""
-    return CacheLayout("float16", "float16", layout.head_dim)
 
 
 @dlpack.accepting

@@ -15,13 +15,17 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 from terrazzo.layouts.fragment import Fragment
 from terrazzo.layouts.packed import PackedLayout, derive
 from terrazzo.layouts.rows import RowLayout, derive_rows
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.attention.format import HEAD_DIMS, TILE_TOKENS, KVFormat, get_format
+from terrazzo.ops.formats.kv import HEAD_DIMS, TILE_TOKENS, KVFormat, get_format
+
+if TYPE_CHECKING:
+    import torch
 
 
 def operand_layout(fmt: KVFormat, head_dim: int, transposed: bool) -> PackedLayout:
@@ -55,6 +59,20 @@ def exponents(fmt: KVFormat, layout: PackedLayout) -> Exponents:
         if e[3] - e[2] == e[1] - e[0]:
             return Exponents((e[0], e[1]), (0, e[2] - e[0]))
     raise ArgumentError("converter", fmt.converter.name, "its exponents must separate into row and k", "use another")
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedBlock:
+    """Keys or values of some heads.
+
+    Attributes:
+        codes: [..., T, D]: uint8 codes, or int16 bit patterns of f16 and bf16.
+        scale, zero: f16; token-wise [..., T], channel-wise [..., T / group, D]; None for other formats.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor | None = None
+    zero: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -223,7 +241,6 @@ class CacheLayout:
     def unpack(self, words):
         """The two `QuantizedBlock`s of packed words int32 [..., blocks, block_words]; the inverse of `pack`."""
         import torch
-        from terrazzo.ops.attention.quantizer import QuantizedBlock
 
         lead, blocks = words.shape[:-2], words.shape[-2]
         if not blocks:
@@ -257,3 +274,8 @@ class CacheLayout:
                 scale, zero = (part[..., back] for part in channel.unflatten(-1, (2, -1)).unbind(-2))
             made.append(QuantizedBlock(code, scale, zero))
         return tuple(made)
+
+
+def residual_layout(layout: CacheLayout) -> CacheLayout:
+    """The residual block of any pair of formats: f16 tiles."""
+    return CacheLayout("float16", "float16", layout.head_dim)

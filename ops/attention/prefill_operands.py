@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.errors import LayoutError
 from terrazzo.ops.attention.calls import at32, byte_perm, hfma2, load_words
-from terrazzo.ops.attention.format import KVFormat
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.tile_macros import each
+from terrazzo.ops.formats.kv import KVFormat
 from terrazzo.ops.tiles.calls import mma_kind, pack2
 
 _EXACT = {"u8": "u8_f16", "u4": "u4_f16_magic", "u2": "u2_f16_magic", "e4m3": "e4m3_f16"}

@@ -20,10 +20,10 @@ from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.attention.calls import at_page
-from terrazzo.ops.attention.format import OF_NEW_TOKENS
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.prefill_rows import seen_by
 from terrazzo.ops.attention.tile_macros import each, less
+from terrazzo.ops.formats.kv import OF_NEW_TOKENS
 
 STAGE = 64
 """Tokens of a stage: the m64 of a wgmma over keys."""

@@ -14,10 +14,9 @@ from typing import Any
 
 from terrazzo.layouts.packed import PackedLayout
 from terrazzo.ops.attention.calls import at32, byte_perm, load_words, max2, min2, store_words, xor_word
-from terrazzo.ops.attention.format import KVFormat
 from terrazzo.ops.attention.layout import CacheLayout, operand_layout
-from terrazzo.ops.attention.quantizer import CLIPS
 from terrazzo.ops.attention.tile_macros import each
+from terrazzo.ops.formats.kv import CLIPS, KVFormat
 from terrazzo.ops.tiles.calls import unpack
 
 SUMS = len(CLIPS) + 1

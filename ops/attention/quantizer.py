@@ -11,36 +11,18 @@ A rotated format stores tokens in another basis: `rotate` takes them there, `enc
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
-from terrazzo.ops.attention.format import KVFormat, get_format
+from terrazzo.ops.attention.layout import QuantizedBlock
+from terrazzo.ops.formats.kv import CLIP_STEPS, CLIPS, KVFormat, get_format, hadamard_scale
 
 if TYPE_CHECKING:
     import torch
     from terrazzo.ops.dlpack import SupportsDLPack
 
 F16_MAX, E4M3_MAX = 65504.0, 448.0
-CLIP_STEPS = 48
-"""Half of a token's range in the steps that its clipping is chosen with: their sums are exact in f16."""
-CLIPS = tuple(range(CLIP_STEPS, CLIP_STEPS // 2 - 1, -3))
-"""Halves of the ranges that a clipped format chooses from, 1 to 1/2 of the whole; the inner codes lie at a third."""
-
-
-@dataclass(frozen=True, eq=False)
-class QuantizedBlock:
-    """Keys or values of some heads.
-
-    Attributes:
-        codes: [..., T, D]: uint8 codes, or int16 bit patterns of f16 and bf16.
-        scale, zero: f16; token-wise [..., T], channel-wise [..., T / group, D]; None for other formats.
-    """
-
-    codes: torch.Tensor
-    scale: torch.Tensor | None = None
-    zero: torch.Tensor | None = None
 
 
 @dlpack.accepting
@@ -74,13 +56,6 @@ def quantize(x: SupportsDLPack, fmt: str | KVFormat, static: SupportsDLPack | No
             constraint = f"must broadcast against {list(x.shape)}"
             raise ArgumentError("static", list(static.shape), constraint, "one scale for each dimension")
     return encode(rotate(x) if fmt.rotation else x, fmt, static)
-
-
-def hadamard_scale(head_dim: int) -> float:
-    """The f32 factor of `rotate`, 1 / sqrt(head_dim)."""
-    import torch
-
-    return float(torch.tensor(1 / math.sqrt(head_dim), dtype=torch.float32))
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from terrazzo.ops.attention.cache import PackedCache, residual_layout
-from terrazzo.ops.attention.format import TILE_TOKENS
-from terrazzo.ops.attention.quantizer import F16_MAX, QuantizedBlock, encode, rotate
+from terrazzo.ops.attention.cache import PackedCache
+from terrazzo.ops.attention.layout import QuantizedBlock, residual_layout
+from terrazzo.ops.attention.quantizer import F16_MAX, encode, rotate
+from terrazzo.ops.formats.kv import TILE_TOKENS
 
 if TYPE_CHECKING:
     import torch

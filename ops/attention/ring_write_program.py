@@ -13,8 +13,7 @@ rest (`phase`). All of it is decided from lengths in device memory, as in write_
 from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.attention.cache import residual_layout
-from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention.layout import CacheLayout, residual_layout
 from terrazzo.ops.attention.quantize_macros import tile_state
 from terrazzo.ops.attention.tile_macros import each, larger, less, smaller
 from terrazzo.ops.attention.write_macros import INTEGERS, OF_PAIR, make_write_macros, prelude, row_pitch, sizes

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 from terrazzo.ops.attention.calls import clamp2, fma, xor_shuffle
-from terrazzo.ops.attention.quantizer import hadamard_scale
 from terrazzo.ops.attention.tile_macros import each
+from terrazzo.ops.formats.kv import hadamard_scale
 from terrazzo.ops.tiles.calls import pack2, unpack
 
 Stages = tuple[tuple[str, int], ...]

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from terrazzo.ops.attention.cache import residual_layout
 from terrazzo.ops.attention.calls import load_words, store_words
 from terrazzo.ops.attention.decode_copies import differ, peek
 from terrazzo.ops.attention.device import CLIPPING, PAIRS_OF_F16, attention_prelude
-from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention.layout import CacheLayout, residual_layout
 from terrazzo.ops.attention.quantize_macros import make_quantize_macros
 from terrazzo.ops.attention.rotation_macros import make_rotation, row_stages
 from terrazzo.ops.attention.tile_macros import each, larger, less, smaller

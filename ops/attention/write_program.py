@@ -21,8 +21,7 @@ guesses which page is asked for.
 from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.attention.cache import residual_layout
-from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention.layout import CacheLayout, residual_layout
 from terrazzo.ops.attention.quantize_macros import tile_state
 from terrazzo.ops.attention.tile_macros import each, larger, less, smaller
 from terrazzo.ops.attention.turned_macros import SOURCES as TURNING

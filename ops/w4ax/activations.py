@@ -16,7 +16,8 @@ from terrazzo.ops.lasting import lasting
 from terrazzo.ops.w4ax import quantize_blocks as program
 from terrazzo.ops.w4ax.fmpq import BLOCK
 from terrazzo.ops.w4ax.format import PackedWeight
-from terrazzo.ops.w4ax.reference import GRANULARITIES, UNIFORM, arrange
+from terrazzo.ops.w4ax.reference import arrange
+from terrazzo.ops.w4ax.scales import GRANULARITIES, UNIFORM
 from terrazzo.schedules import w4ax as schedules
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from terrazzo.ops.w4ax import op, problem
 from terrazzo.ops.w4ax.activations import DTYPES, QuantizedActivations
 from terrazzo.ops.w4ax.fmpq import BLOCK
 from terrazzo.ops.w4ax.format import PackedWeight, native
-from terrazzo.ops.w4ax.reference import OUT_DTYPES
+from terrazzo.ops.w4ax.scales import OUT_DTYPES
 from terrazzo.schedules import linear_spaces, records, spaces
 from terrazzo.schedules.problem import Gemm
 

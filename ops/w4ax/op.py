@@ -20,7 +20,7 @@ from terrazzo.ops.w4ax import stream_k as stream_k_program
 from terrazzo.ops.w4ax.activations import QuantizedActivations
 from terrazzo.ops.w4ax.fmpq import BLOCK
 from terrazzo.ops.w4ax.format import SCALES, PackedWeight, native
-from terrazzo.ops.w4ax.reference import GRANULARITIES, OUT_DTYPES, UNIFORM
+from terrazzo.ops.w4ax.scales import GRANULARITIES, OUT_DTYPES, UNIFORM
 from terrazzo.schedules import linear_spaces, records, spaces, stream_k
 from terrazzo.schedules import w4ax as schedules
 from terrazzo.schedules.problem import Gemm

@@ -23,23 +23,15 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
 from terrazzo.ops.w4ax.fmpq import BLOCK
 from terrazzo.ops.w4ax.format import PackedWeight, QuantizedWeight, spans, unit_layout
+from terrazzo.ops.w4ax.scales import GRANULARITIES, LARGEST_FACTOR, TINY, UNIFORM, UNITS
 
 if TYPE_CHECKING:
     import torch
 
-GRANULARITIES = ("two_level", "block", "token", "static")
-UNIFORM = ("two_level", "token")
-"""Of them, in bytes: one scale for all blocks of a token and precision, so that sums run over blocks as integers."""
-UNITS = 125.9375
-"""Units in a token's largest INT4 value: 7 * 18, and what cutting the unit to 16 bits may take off it."""
-LARGEST_FACTOR = 18
 QMAX = {4: 7.0, 8: 127.0}
-OUT_DTYPES = ("float16", "bfloat16", "float32")
 UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 0.0}
 _HALF_SUBNORMAL = {"float16": 2.0**-25, "bfloat16": 2.0**-134, "float32": 0.0}
 _U = 2.0**-24
-TINY = 2.0**-119
-"""Activations up to here count as 0: the float32 of 127 / max would be infinite."""
 
 
 def dequantize(weight: QuantizedWeight | PackedWeight) -> torch.Tensor:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from terrazzo.ops.attention import cache as caches
 from terrazzo.ops.attention import entry, launch, op, reference
-from terrazzo.ops.attention.format import get_format
-from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention.layout import CacheLayout, residual_layout
+from terrazzo.ops.formats.kv import get_format
 from terrazzo.schedules import attention as schedules
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def poison(made: PackedCache) -> None:
             tile = made.pages[page, :, word : word + layout.tile_words]
             spoil(tile, layout, packed % 16)
         if n and length % 16:
-            slot_layout = caches.residual_layout(layout)
+            slot_layout = residual_layout(layout)
             word = length // 16 % (n // 16 + 1) * slot_layout.tile_words  # behind them lie the first tokens
             spoil(made.residual[b, :, word : word + slot_layout.tile_words], slot_layout, length % 16)
 

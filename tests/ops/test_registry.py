@@ -10,7 +10,7 @@ from terrazzo import ops
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import CAPABILITIES, Target
 from terrazzo.ops import registry
-from terrazzo.ops.attention import format as kv
+from terrazzo.ops.formats import kv
 from terrazzo.ops.linear.bytes import fp8_problem as w4a8_fp8_problem
 from terrazzo.ops.w4a8 import activations as w4a8_activations
 from terrazzo.ops.w4a8 import format as w4a8_format

@@ -9,8 +9,8 @@ from terrazzo.layouts.converters import arith
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.attention import cache as caches
 from terrazzo.ops.attention import quantizer, reference
-from terrazzo.ops.attention.format import FORMATS, HEAD_DIMS, get_format
 from terrazzo.ops.attention.layout import CacheLayout, exponents, operand_layout
+from terrazzo.ops.formats.kv import FORMATS, HEAD_DIMS, get_format
 
 VALUES = [f.name for f in FORMATS.values() if f.for_values]
 SCALE = 0.03

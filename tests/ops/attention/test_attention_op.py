@@ -22,8 +22,8 @@ from terrazzo.ops.attention import (
     store,
     writing,
 )
-from terrazzo.ops.attention import format as kv
 from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.formats import kv
 from terrazzo.schedules import attention as schedules
 from terrazzo.schedules import attention_space
 from torch._subclasses import FakeTensorMode

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.attention import format, quantizer
+from terrazzo.ops.attention import quantizer
 from terrazzo.ops.attention.cache import pack_cache
-from terrazzo.ops.attention.format import FORMATS, KVFormat, get_format
 from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.formats.kv import FORMATS, HEAD_DIMS, KVFormat, get_format
 
 ROTATED = [name for name, fmt in FORMATS.items() if fmt.rotation]
 
@@ -17,7 +17,7 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("head_dim", format.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_a_rotation_is_the_hadamard_matrix_and_its_own_inverse(head_dim):
     numbers = torch.arange(head_dim)
     common = numbers[:, None] & numbers
