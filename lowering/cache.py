@@ -1,7 +1,8 @@
 """The kernel cache on disk: content-addressed, verified on load, this user's alone, safe for any number of processes.
 
     <root>/v2/kernels/<key>/      one compiled kernel; manifest.json, written last, holds sha256 of every other file
-    <root>/v2/locks/<key>.lock    held while a kernel is built, so that only one process builds it
+    <root>/v2/bytecode/<key>/     bytecode of a package, likewise (`bytecode.py`)
+    <root>/v2/locks/<key>.lock    held while an entry is built, so that only one process builds it
     <root>/v2/building/           private folders of builds in progress; renamed into kernels/ when complete
     <root>/v2/quarantine/         entries that failed verification, kept for inspection
     <root>/tilelang/              TileLang's own cache, unless TILELANG_CACHE_DIR names another place
@@ -9,7 +10,7 @@
 The lock only saves work. Correctness rests on the rename: an entry appears complete or not at all, and whoever comes
 second finds it there and throws the own copy away.
 
-An entry is native code that runs in this process. Folders are made 0700 and files 0600; what another user owns or may
+An entry is code that runs in this process. Folders are made 0700 and files 0600; what another user owns or may
 write is refused with a CacheError, and so are links in the place of these folders.
 """
 
@@ -38,9 +39,11 @@ __all__ = ["FILES", "MANIFEST", "cache_root", "clear", "get_or_build", "list_ent
 LOCK_TIMEOUT_S = 300.0
 VERSION = "v2"
 _OLD_VERSIONS = ("v1",)  # never read; `clear` removes them
+KERNELS, BYTECODE, MODULES = "kernels", "bytecode", "modules.bin"
+_NEEDED = {KERNELS: FILES, BYTECODE: (MODULES,)}
+"""Files of every entry, by the folder that it lies in."""
 _KEY = "[0-9a-f]{64}"
-_MADE_HERE = {"kernels": re.compile(_KEY), "quarantine": re.compile(rf"{_KEY}\.[0-9a-f]+")}
-_MADE_HERE["bytecode"] = re.compile(_KEY)  # of `bytecode.py`
+_MADE_HERE = {**dict.fromkeys(_NEEDED, re.compile(_KEY)), "quarantine": re.compile(rf"{_KEY}\.[0-9a-f]+")}
 _REMEDY = "set TERRAZZO_CACHE_DIR to a writable folder of your own"
 
 
@@ -116,30 +119,34 @@ def tilelang_folder() -> str:
     return os.environ.get("TILELANG_CACHE_DIR") or str(room("tilelang"))
 
 
-def lookup(key: str, meta: Mapping[str, Any] | None = None) -> Path | None:
+def lookup(key: str, meta: Mapping[str, Any] | None = None, kind: str = KERNELS) -> Path | None:
     """The verified entry of a key, or None. A damaged entry counts as absent and is moved to quarantine/, if it can be.
 
     Args:
         meta: as `get_or_build` was told; the entry must have the same identity, request and toolchain.
+        kind: KERNELS or BYTECODE.
 
     Raises:
         CacheError: the cache or the entry must not be trusted, because another user owns it or may write it.
     """
-    kernels = _existing(VERSION, "kernels")
-    entry = None if kernels is None else kernels / key
+    return None if read(key, meta, kind) is None else cache_root().joinpath(VERSION, kind, key)
+
+
+def read(key: str, meta: Mapping[str, Any] | None = None, kind: str = KERNELS) -> dict[str, bytes] | None:
+    """Files of the entry that `lookup` finds, as they were verified."""
+    entries = _existing(VERSION, kind)
+    entry = None if entries is None else entries / key
     if entry is None or not os.path.lexists(entry):
         return None
     try:
         said = {name: value for name, value in (meta or {}).items() if name in ("identity", "request", "toolchain")}
-        read_entry(entry, {**said, "key": key})
+        return read_entry(entry, {**said, "key": key})[1]
     except DistrustError as error:
         raise CacheError(f"{error}, so it could be another user's code; remove {entry}") from error
     except ValueError:
-        if not entry.exists():  # another process removed it meanwhile
-            return None
-        quarantine(key)
+        if entry.exists():  # no other process removed it meanwhile
+            quarantine(key, kind)
         return None
-    return entry
 
 
 def read_entry(entry: Path, meta: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -156,27 +163,31 @@ def read_entry(entry: Path, meta: Mapping[str, Any]) -> tuple[dict[str, Any], di
         raise DistrustError(f"{entry} is a link")
     contents: dict[str, bytes] = {}
     with Folder(entry) as folder:
-        manifest = folders.read_manifest(folder, FILES, contents.__setitem__)
+        manifest = folders.read_manifest(folder, _NEEDED[entry.parent.name], contents.__setitem__)
     for name, value in meta.items():
         if name not in manifest or not folders.same_json(manifest[name], value):
             raise ValueError(f"{MANIFEST} is of another kernel: its {name} is not the one that was asked for")
-    if "identity" in manifest:
+    if "identity" in manifest and LIBRARY in contents:
         folders.require_mark(contents[LIBRARY], str(manifest["identity"]))
     return manifest, contents
 
 
-def quarantine(key: str) -> Path | None:
+def quarantine(key: str, kind: str = KERNELS) -> Path | None:
     """Move an entry out of the way; None if another process did it first, or it cannot be moved (a read-only cache)."""
     try:
         place = room(VERSION, "quarantine") / f"{key}.{secrets.token_hex(8)}"
-        os.rename(room(VERSION, "kernels") / key, place)
+        os.rename(room(VERSION, kind) / key, place)
     except (CacheError, OSError):
         return None
     return place
 
 
 def get_or_build(
-    key: str, meta: Mapping[str, Any], build: Callable[[Path], None], timeout: float | None = None
+    key: str,
+    meta: Mapping[str, Any],
+    build: Callable[[Path], None],
+    timeout: float | None = None,
+    kind: str = KERNELS,
 ) -> Path:
     """The entry of `key`, built by `build(private_folder)` if it is absent (ask `lookup` first, it takes no lock).
 
@@ -185,16 +196,17 @@ def get_or_build(
 
     Args:
         meta: what the manifest says beside key, time and files; an identity is also written behind the code.
+        kind: KERNELS or BYTECODE.
 
     Raises:
         CacheError: the cache folder cannot be written (an OSError of `build` counts as that), must not be trusted, or
             a damaged entry of this key cannot be moved out of the way.
     """
     with _writing(), key_lock(key, LOCK_TIMEOUT_S if timeout is None else timeout):
-        entry = lookup(key, meta)
+        entry = lookup(key, meta, kind)
         if entry is not None:
             return entry
-        building, final = room(VERSION, "building"), room(VERSION, "kernels") / key
+        building, final = room(VERSION, "building"), room(VERSION, kind) / key
         folders.sweep(building, _KEY)
         with folders.private_folder(building, key) as private:
             build(private)
@@ -202,7 +214,7 @@ def get_or_build(
                 folders.mark_library(private / LIBRARY, meta["identity"])
             folders.write_manifest(private, {"key": key, "created": time.time(), **meta})
             for _ in range(2):  # a damaged entry that was there first is gone the second time
-                if folders.publish_folder(private, final) or lookup(key, meta) is not None:
+                if folders.publish_folder(private, final) or lookup(key, meta, kind) is not None:
                     return final
     raise CacheError(f"{final} is damaged and cannot be moved; remove it, or set TERRAZZO_CACHE_DIR to another folder")
 
@@ -308,7 +320,7 @@ def clear() -> dict[str, int]:
         CacheError: the cache is no folder, must not be trusted, or an entry cannot be removed (a read-only cache).
     """
     removed, freed, failure = 0, 0, None
-    found = [*_made_here(VERSION, "kernels"), *_made_here(VERSION, "quarantine"), *_made_here(VERSION, "bytecode")]
+    found = [folder for name in _MADE_HERE for folder in _made_here(VERSION, name)]
     for version in _OLD_VERSIONS:
         with contextlib.suppress(CacheError):  # it is never read, so it may stay
             found += [*_made_here(version, "kernels"), *_made_here(version, "quarantine")]
@@ -342,23 +354,25 @@ def sweep() -> None:
 
 
 def verify() -> list[dict[str, Any]]:
-    """Check every entry: one dict for each with key, ok and problem ("" if ok). Damaged entries go to quarantine/.
+    """Check every entry, kernels and bytecode: one dict for each with key, kind ("kernels", "bytecode"), ok and problem
+    ("" if ok). Damaged entries go to quarantine/.
 
     Raises:
         CacheError: the cache is no folder, or must not be trusted.
     """
     rows = []
-    kernels = _existing(VERSION, "kernels")
-    for entry in sorted(kernels.iterdir()) if kernels is not None else ():
-        problem = ""
-        try:
-            if not _MADE_HERE["kernels"].fullmatch(entry.name):
-                raise DistrustError(f"{entry} was not made here")
-            read_entry(entry, {"key": entry.name})
-        except DistrustError as error:
-            problem = str(error)  # it stays where it is: it may not be ours to move
-        except ValueError as error:
-            problem = str(error)
-            quarantine(entry.name)
-        rows.append({"key": entry.name, "ok": not problem, "problem": problem})
+    for kind in _NEEDED:
+        folder = _existing(VERSION, kind)
+        for entry in sorted(folder.iterdir()) if folder is not None else ():
+            problem = ""
+            try:
+                if not _MADE_HERE[kind].fullmatch(entry.name):
+                    raise DistrustError(f"{entry} was not made here")
+                read_entry(entry, {"key": entry.name})
+            except DistrustError as error:
+                problem = str(error)  # it stays where it is: it may not be ours to move
+            except ValueError as error:
+                problem = str(error)
+                quarantine(entry.name, kind)
+            rows.append({"key": entry.name, "kind": kind, "ok": not problem, "problem": problem})
     return rows

@@ -56,6 +56,6 @@ def cache_verify(as_json: bool) -> None:
     else:
         if damaged:
             print_table(("damaged", "problem"), [(entry["key"], entry["problem"]) for entry in damaged])
-        click.echo(f"{len(checked) - len(damaged)} of {len(checked)} kernels are intact in {cache_root()}")
+        click.echo(f"{len(checked) - len(damaged)} of {len(checked)} entries are intact in {cache_root()}")
     if damaged:
         raise click.exceptions.Exit(1)

@@ -243,7 +243,7 @@ def test_compile_writes_a_bundle(capsys, tmp_path, small_kernels, private_cache)
     assert "small.gemm" in run(capsys, "cache", "list")[1]
     (private_cache / "v2" / "kernels" / entry["key"] / "kernel.cu").write_text("altered")
     code, out, _ = run(capsys, "cache", "verify")
-    assert code == 1 and entry["key"] in out and "0 of 1 kernels are intact" in out
+    assert code == 1 and entry["key"] in out and "0 of 1 entries are intact" in out
 
 
 @pytest.mark.usefixtures("without_records")  # which may name other programs
