@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from terrazzo.lowering import graphs
 from terrazzo.lowering.capture import capturing
 from terrazzo.lowering.errors import ArgumentError, BundleError, CacheError, CaptureError, TargetError
 from terrazzo.lowering.report import KernelReport
@@ -82,7 +83,8 @@ class Kernel:
                 "call the operator once with the same shapes before the capture"
             )
         try:
-            self._function(*args)
+            with graphs.lock:  # what the driver does to load code may wait for all streams, that of a capture, too
+                self._function(*args)
         except RuntimeError as error:
             self.explain(args, error)
         self._warm.add(args[0].get_device())

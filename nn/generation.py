@@ -7,14 +7,16 @@ Choosing a token is torch operators behind it. The host reads the tokens of a st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from terrazzo.lowering import replacing
+from terrazzo.lowering import graphs, replacing
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn.config_fields import check_length
 from terrazzo.nn.decoder import Decoder, positions_of
+from terrazzo.ops import launching
 from terrazzo.ops.attention.kv_cache import Batch, KVCache
 
 __all__ = ["CausalModel", "Sampling", "generate"]
@@ -95,7 +97,9 @@ class Sampling:
             scores = logits.float()
             for process in processors:
                 scores = process(None, scores)
-            return torch.multinomial(scores.softmax(-1), 1, generator=generator)[:, 0]
+            shares = scores.softmax(-1)
+            with graphs.lock if shares.is_cuda else nullcontext():
+                return torch.multinomial(shares, 1, generator=generator)[:, 0]
 
         return choose
 
@@ -115,7 +119,7 @@ class DecodeStep:
         with torch.inference_mode(False):  # so that they can be written to outside of it
             self.tokens = torch.zeros(len(batch.sequences), dtype=torch.int64, device=batch.lengths.device)
             self.positions = torch.zeros_like(self.tokens) if positions else None
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graph: graphs.Graph | None = None
         self.replays = 0
         self._logits: torch.Tensor | None = None
         self._begun = self._settled = False
@@ -124,6 +128,8 @@ class DecodeStep:
         """[B, vocabulary] of `tokens`, which the caller has written; valid until the next call."""
         if self._begun:
             self.batch.advance(lengths=False)
+        if self.graph is not None and self.graph.stream != launching.current_stream(self.tokens):
+            self.graph, self._settled = None, False  # its workspaces are those of the stream that it was captured for
         if self.graph is None:
             if self._settled and self.tokens.is_cuda:
                 self._capture()
@@ -145,12 +151,8 @@ class DecodeStep:
         return self.model.lm_head(h) if self.head else h
 
     def _capture(self) -> None:
-        graph = torch.cuda.CUDAGraph()
-        # NCCL's watchdog asks for events while the graph is made, which the default mode forbids all threads
-        mode = "global" if getattr(self.model, "ranks", None) is None else "thread_local"
-        with torch.cuda.device(self.tokens.device), torch.cuda.graph(graph, capture_error_mode=mode):
-            self._logits = self._run(first=False)
-        self.graph = graph
+        self.graph = graphs.Graph(lambda: self._run(first=False), self.tokens.device)
+        self._logits = self.graph.made
 
 
 def checked_prompts(prompts: Any, vocabulary: int) -> list[torch.Tensor]:

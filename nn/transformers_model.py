@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from terrazzo.lowering import graphs
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn.architectures import Shape
 from terrazzo.nn.config_fields import check_length
@@ -16,6 +18,7 @@ from terrazzo.nn.generation import DecodeStep
 from terrazzo.nn.parallel import TensorParallel
 from terrazzo.ops.attention.kv_cache import Batch, KVCache
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_outputs import MoeModelOutputWithPast
@@ -320,7 +323,9 @@ class Causal:
         if isinstance(given, torch.Tensor) and given.dim() > 1:
             longest = int(mask.sum(1).max()) if isinstance(mask, torch.Tensor) and mask.dim() == 2 else given.shape[1]
             check_length(longest, _new_tokens(stated, kwargs, given.shape[1]), self.max_positions)
-        return super().generate(inputs, *args, **kwargs)
+        samples = kwargs.get("do_sample", getattr(stated, "do_sample", None))
+        with _Draws() if samples and self.model.embed_tokens.weight.is_cuda else nullcontext():
+            return super().generate(inputs, *args, **kwargs)
 
     def save_pretrained(self, save_directory: str | Path, max_shard_size: str = "5GB", **kwargs: Any) -> None:
         """Write packed weights as they are, config and generation config: a folder that `terrazzo.load` reads.
@@ -353,6 +358,14 @@ class Causal:
         from terrazzo.nn.loading import load
 
         return load(folder, **options)
+
+
+class _Draws(TorchFunctionMode):
+    """Inside, tokens are drawn while no other thread captures a graph: see `graphs.lock`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with graphs.lock if func is torch.multinomial else nullcontext():
+            return func(*args, **(kwargs or {}))
 
 
 def _brief(value: Any) -> Any:

@@ -7,6 +7,7 @@ next call; `forget` tells of others.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _NAME = "_terrazzo_derived"
 _TOLD = "_terrazzo_told"  # of a tensor: how often it was forgotten
 _NOTES = ("_terrazzo", "_terrazzo_checked")  # of words: that their weight was checked
+_keeping = threading.Lock()
 _MOST = 8
 """Tensors of one owner; further ones, of vectors that are new in every call, are made each time."""
 
@@ -72,7 +74,9 @@ def keep(owner: Any, key: tuple, state: tuple, make: Callable[[], torch.Tensor],
     """
     import torch
 
-    with torch.inference_mode(False), torch.no_grad():
+    with _keeping, torch.inference_mode(False), torch.no_grad():
+        if (found := find(owner, key, state)) is not None:  # another thread was here
+            return found
         made = lasting(owner.device, lambda: make().clone())
         made.new_zeros(1)
         kept = owner.__dict__.get(_NAME)

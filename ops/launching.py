@@ -10,6 +10,7 @@ from functools import cache
 from math import inf, prod
 from typing import TYPE_CHECKING, Any
 
+from terrazzo.lowering import graphs
 from terrazzo.lowering.capture import capturing
 from terrazzo.lowering.errors import ArgumentError, CaptureError, TargetError
 from terrazzo.lowering.request import KernelRequest
@@ -339,8 +340,19 @@ def _pool(device: torch.device, operator: str) -> _Pool:
             )
         make = lambda: torch.zeros(STREAMS, SEMAPHORES, dtype=torch.int32, device=device)
         _pools[device] = _Pool(lasting(device, make), {}, {})
-        torch.cuda.synchronize(device)  # other streams may use their slots at once
+        settle(device)
     return _pools[device]
+
+
+def settle(device: torch.device) -> None:
+    """Wait for what was just made on the current stream of a device, as other streams may use it at once.
+
+    Not for the device: another thread may be capturing a graph there, which that would end.
+    """
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 @cache
@@ -397,13 +409,15 @@ def ptx_flags(target: Target, device: Target | None) -> tuple[str, ...]:
 
 
 def place(x: torch.Tensor) -> tuple[int, int]:
-    """Index of the CUDA device and handle of its current stream; (-1, 0) for a tensor that is elsewhere."""
+    """Index of the CUDA device and handle of its current stream, in `graphs.Graph` of the one that will run it; (-1, 0)
+    for a tensor that is elsewhere."""
     import torch
 
     if not x.is_cuda:
         return -1, 0
     index = x.get_device()
-    return index, torch._C._cuda_getCurrentRawStream(index)  # torch.cuda.current_stream builds an object: 2 us
+    handle = torch._C._cuda_getCurrentRawStream(index)  # torch.cuda.current_stream builds an object: 2 us
+    return index, graphs.standing.get(handle, handle)
 
 
 def current_stream(x: torch.Tensor) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from terrazzo.lowering import graphs
 from terrazzo.lowering.errors import ArgumentError, CaptureError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching
@@ -72,8 +74,7 @@ def multiples(count: int, step: int, device: torch.device) -> torch.Tensor:
     room = room if room * step < launching.LARGEST else count
     made = lasting(device, lambda: torch.arange(0, room * step, step, dtype=torch.int32, device=device))
     if launching.may_keep(device):  # one that a graph makes has no value before the graph is replayed
-        if made.is_cuda:
-            torch.cuda.synchronize(device)  # other streams may read it at once
+        launching.settle(made.device)
         held.append(made)
         return _view(made, device, step, count)
     return made[:count]
@@ -92,6 +93,7 @@ def own_slots(batch: int, device: torch.device) -> torch.Tensor:
 
 
 _counters: dict[tuple, list[torch.Tensor]] = {}
+_counting = threading.Lock()
 _spares: dict[torch.device, list[torch.Tensor]] = {}
 """For a stream that is first seen in a capture, as that of torch.cuda.graph is."""
 
@@ -100,21 +102,21 @@ def semaphores(device: torch.device, count: int, capturing: bool) -> torch.Tenso
     """`count` zeros that kernels of the current stream leave zero; captured graphs keep the ones they were given."""
     import torch
 
-    key = (device, torch.cuda.current_stream(device).cuda_stream)
-    held, spares = _counters.setdefault(key, []), _spares.setdefault(device, [])
+    key = (device, graphs.current_stream(torch.cuda.current_device() if device.index is None else device.index))
     make = lambda: torch.zeros(max(4096, 2 * count), dtype=torch.int32, device=device)
-    if not held or held[-1].numel() < count:
-        if not capturing:
-            held.append(lasting(device, make))
-        elif spares and spares[-1].numel() >= count:
-            held.append(spares.pop())
-        else:
-            raise CaptureError(
-                f"decode with {count} tiles that CTAs share was never launched on {device}, and a CUDA graph is being "
-                "captured; call it once with this batch before the capture"
-            )
-    if not capturing and (not spares or spares[-1].numel() < count):
-        spares.append(lasting(device, make))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # graphs of any stream may use it at once
-    return held[-1][:count]
+    with _counting:  # two streams must not be given one spare
+        held, spares = _counters.setdefault(key, []), _spares.setdefault(device, [])
+        if not held or held[-1].numel() < count:
+            if not capturing:
+                held.append(lasting(device, make))
+            elif spares and spares[-1].numel() >= count:
+                held.append(spares.pop())
+            else:
+                raise CaptureError(
+                    f"decode with {count} tiles that CTAs share was never launched on {device}, and a CUDA graph is "
+                    "being captured; call it once with this batch before the capture"
+                )
+        if not capturing and (not spares or spares[-1].numel() < count):
+            spares.append(lasting(device, make))
+            launching.settle(device)
+        return held[-1][:count]

@@ -297,8 +297,7 @@ def _work_lists(listed: Any, gemm: Any, target: Target, m: int, ctas: int, devic
     items, first, _ = schedules.work_list(made, -(-m // listed.block_tokens))
     make = lambda: [torch.tensor(rows, dtype=torch.int32, device=device) for rows in (items, first)]
     lists = lasting(device, make)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # other streams may read them at once
+    launching.settle(device)
     _lists[key] = lists
     return lists
 

@@ -10,6 +10,7 @@ from terrazzo.lowering import replacing
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn import generation
 from terrazzo.nn.generation import Sampling, generate
+from terrazzo.ops import launching
 from terrazzo.ops.attention import CacheFullError
 
 PROMPTS = [[5, 9, 2], [17, 3, 8, 44, 90, 1, 30]]
@@ -157,11 +158,17 @@ def test_a_step_is_captured_behind_one_that_ran_each_layers_own_kernel(model, mo
     log: list[str] = []
 
     def capture():
-        step.graph = SimpleNamespace(replay=lambda: log.append("graph"))
+        step.graph = SimpleNamespace(stream=0, replay=lambda: log.append("graph"))
 
+    monkeypatch.setattr(launching, "current_stream", lambda tokens: 0)
     monkeypatch.setattr(replacing, "wait", lambda timeout: len(log) not in compiling)
     monkeypatch.setattr(step, "_capture", capture)
     monkeypatch.setattr(step, "_run", lambda first: log.append("eager"))
     for _ in expected.split():
         step()
     assert log == expected.split()
+    if compiling:
+        return
+    monkeypatch.setattr(launching, "current_stream", lambda tokens: 7)  # where others hold the graph's workspaces
+    step()
+    assert log[-1] == "eager" and step.graph is None
