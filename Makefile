@@ -26,13 +26,14 @@ else
 TORCH ?= torch==2.13.0
 endif
 
-.PHONY: help demo test test-slow attack lint format bench gpu wheels mutants digests docs docs-check docs-site release-check clean
+.PHONY: help demo test test-slow test-gpu attack lint format bench gpu wheels mutants digests docs docs-check docs-site release-check clean
 
 help:
 	@echo "make demo         one quantized layer through the whole library"
 	@echo "make test         install, lint and run the quick tests, the same cases every time"
 	@echo "make test-slow    the slow tests, and the random cases of a new seed; SEED=12: of that one"
 	@echo "make attack       damage of a new seed for every reader, twenty times as much as in make test; TIMES=50"
+	@echo "make test-gpu     the tests of a GPU, with a record of what ran on which card (docs/gpu-tests.md)"
 	@echo "make lint         ruff check and ruff format --check"
 	@echo "make format       rewrite what the linter can rewrite"
 	@echo "make bench        measure on this machine's GPU; BENCH='--quick' for a short run"
@@ -80,6 +81,9 @@ test-slow: SEED := $(SEED)
 test-slow: $(VENV)/.test
 	@echo "Random cases of seed $(SEED): make test-slow SEED=$(SEED) runs them again."
 	$(BIN)/python -m pytest -n $(WORKERS) -m "slow or random or hypothesis" --hypothesis-seed=$(SEED) $(PYTEST)
+
+test-gpu: $(VENV)/.test
+	$(BIN)/python -m pytest tests/gpu --record benchmarks/results/gpu_tests.json $(PYTEST)
 
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.w4a16 $(BENCH)

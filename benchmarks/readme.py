@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks import choice, headline, kv_choice, report, shared_records, tables
+from benchmarks import choice, gpu_tests, headline, kv_choice, report, shared_records, tables
 
 ROOT = Path(__file__).parents[1]
 LINEAR = {"w4a16": "W4A16", "w4a8": "W4A8", "w4afp8": "W4A8 on e4m3", "w4ax": "W4Ax"}
@@ -134,6 +134,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "kv-engine": of({"kv_engine_*.json": tables.kv_engine}, "Tokens/s inside vLLM: not measured yet."),
     "models": models,
     "shared-records": shared,
+    "gpu-tests": gpu_tests.recorded,
 }
 PAGES = (
     "operators",
@@ -145,6 +146,7 @@ PAGES = (
     "serving",
     "tuning",
     "kv-formats",
+    "gpu-tests",
 )
 DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in PAGES))
 

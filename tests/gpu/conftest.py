@@ -1,8 +1,16 @@
-"""GPU tests: skip with a reason without a GPU; compile every kernel of the selected cases in parallel, up front."""
+"""GPU tests: skip with a reason without a GPU; compile every kernel of the selected cases in parallel, up front.
+
+`make test-gpu` runs them all and keeps a record of it. Where there is no network, and no .venv of make's:
+
+    python3 -m pytest tests/gpu --record benchmarks/results/gpu_tests.json
+
+Files by name in the place of tests/gpu replace their own entries; `--commit HEX` says it where there is no git.
+"""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
@@ -14,12 +22,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         help="random cases of each fuzz (default $TERRAZZO_FUZZ_CASES)",
     )
+    parser.addoption("--record", type=Path, help="a JSON file: which files of tests ran whole, on which card")
+    parser.addoption("--commit", help="with --record, and no git: the commit of this tree")
     parser.addoption("--gpu", help="with --compile-only, and no GPU: the one to compile for, as nvidia/nvidia-h200")
     parser.addoption("--compile-only", action="store_true", help="compile the kernels of the selected tests, run none")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With --gpu, before the tests' modules ask what GPU there is."""
+    """With --gpu, before the tests' modules ask what GPU there is; with --record, before anything runs."""
+    if (path := config.getoption("record", None)) is not None:
+        config.pluginmanager.register(recorder(config, path))
     gpu = config.getoption("gpu", None)
     if gpu is None:
         return
@@ -33,6 +45,30 @@ def pytest_configure(config: pytest.Config) -> None:
         pretend(gpu)
     except TargetError as error:
         raise pytest.UsageError(str(error)) from error
+
+
+def recorder(config: pytest.Config, path: Path) -> object:
+    """The plug-in of `--record`."""
+    import torch
+
+    from tests.gpu import record
+
+    if config.getoption("numprocesses", None):
+        raise pytest.UsageError("--record is of one process: leave out -n")
+    if not torch.cuda.is_available():
+        raise pytest.UsageError("--record is of runs on a GPU: torch sees none")
+    commit = config.getoption("commit") or record.commit_of(record.ROOT, path)
+    if not commit:
+        raise pytest.UsageError("--record needs the commit: this tree has no git, add --commit HEX")
+    return record.Recorder(path, {"commit": commit, **record.machine()})
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What skips without a GPU has the mark."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:

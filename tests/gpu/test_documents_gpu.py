@@ -12,8 +12,6 @@ from document_code import ROOT, examples, run
 
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if examples(page)]
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_examples_run_on_a_gpu(page, tmp_path):

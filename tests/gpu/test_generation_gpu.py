@@ -13,7 +13,6 @@ from terrazzo.nn.generation import DecodeStep, generate  # noqa: E402
 from terrazzo.nn.loading import load  # noqa: E402
 
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 VOCABULARY, NEW = 512, 12

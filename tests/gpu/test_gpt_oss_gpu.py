@@ -28,7 +28,7 @@ from terrazzo.ops.weight_only import reference  # noqa: E402
 from tests.nn.gpt_oss_folder import apart, config_of, logits, written  # noqa: E402
 from tests.nn.gpt_oss_folder import model_of as random_model  # noqa: E402
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nothing_compiles")]
+pytestmark = pytest.mark.usefixtures("nothing_compiles")
 DEVICE = "cuda"
 PROMPTS = [torch.randint(0, 512, (m,), generator=torch.Generator().manual_seed(m)) for m in (300, 41)]
 """The first is longer than twice the window."""

@@ -11,12 +11,10 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import pytest
 import torch
 from terrazzo.lowering import Target, compile_many
 from terrazzo.ops import fp8, w4a8, w4a16
 
-pytestmark = pytest.mark.gpu
 CASES = int(os.environ.get("TERRAZZO_FUZZ_CASES", 600))
 """Random weights."""
 TOKENS = (33, 48, 64, 65, 96, 128, 129, 200, 256, 300, 500, 700)

@@ -14,7 +14,6 @@ from terrazzo.ops.formats.weight import get_weight_format
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.weight_only import op
 
-pytestmark = pytest.mark.gpu
 M, N, K = 16, 8204, 4160
 FORMS = ("w4a16-g128", "w4a16-g64", "w8a16-g128", "mxfp4-g32", "nvfp4-g16", "fp8-gK", "fp8-g128")
 SIZES = ((1032, 1024), (1030, 2048))  # rows of whole 16 bytes, and others

@@ -22,7 +22,6 @@ from tensor_parallel_worker import together  # noqa: E402
 from terrazzo.nn.module import PackedModule  # noqa: E402
 
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices of one host"),
 ]
 SIZES = dict(

@@ -22,7 +22,6 @@ from tests.integrations.vllm_program import ask, install
 torch = pytest.importorskip("torch")
 ROOT = Path(__file__).parents[2]
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]

@@ -26,7 +26,7 @@ from tests.integrations.vllm_program import ask, install
 
 torch = pytest.importorskip("torch")
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 TIE = 0.02
 """Parts of the largest logit by which the likeliest token must lead: rows of 16 bits are rounded in another order."""
