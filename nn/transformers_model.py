@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import tempfile
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import cache
@@ -16,6 +20,7 @@ from terrazzo.nn.config_fields import check_length
 from terrazzo.nn.decoder import Decoder, Rotary, positions_of
 from terrazzo.nn.generation import DecodeStep
 from terrazzo.nn.parallel import TensorParallel
+from terrazzo.ops import tensor_files, weights
 from terrazzo.ops.attention.kv_cache import Batch, KVCache
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -28,6 +33,9 @@ PAGE = 128
 METHOD = "terrazzo"
 """`quant_method` of folders that `save_pretrained` writes."""
 VERSION = 1
+INDEX = "model.safetensors.index.json"
+SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+"""Files of weights in such folders."""
 STEPS = 256
 """Steps of one token for which a cache takes pages ahead, so that one CUDA graph serves them."""
 REFUSED = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -334,22 +342,19 @@ class Causal:
             max_shard_size: of a safetensors file.
 
         Raises:
-            ArgumentError: a model of which this rank has only its own share.
+            ArgumentError: a model of which this rank has only its own share; a folder that cannot be written.
         """
         if self.ranks is not None:
             constraint = f"has one of {self.ranks.world} shares of the model, and a folder holds all of it"
             raise ArgumentError("tensor_parallel", self.ranks.rank, constraint, "save what load gives without it")
-        from huggingface_hub import save_torch_state_dict
-
-        folder = Path(save_directory)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = weights.path_of(save_directory)
+        with tensor_files.named("save_directory", folder):
+            folder.mkdir(parents=True, exist_ok=True)
         state = {f"decoder.{name}": t for name, t in self.decoder.state_dict().items()}
         tied = getattr(self.lm_head, "weight", None)
         if tied is None or tied.data_ptr() != self.decoder.embed_tokens.weight.data_ptr():
             state |= {f"lm_head.{name}": t for name, t in self.lm_head.state_dict().items()}
-        state |= static_state(*self.model.static)
-        state = {name: t.contiguous() for name, t in state.items()}
-        save_torch_state_dict(state, str(folder), max_shard_size=max_shard_size, metadata={"format": "pt"})
+        write_state(folder, state | static_state(*self.model.static), max_shard_size)
         write_configs(folder, self.config, self.model.formats, self.generation_config)
 
     @classmethod
@@ -388,13 +393,36 @@ def static_state(k: torch.Tensor | None, v: torch.Tensor | None) -> dict[str, to
     return {f"kv.{part}_static": t for part, t in (("k", k), ("v", v)) if t is not None}
 
 
+def write_state(folder: Path, state: dict[str, torch.Tensor], max_shard_size: str) -> None:
+    """Tensors in as many safetensors files as that takes, with an index where it is more than one; files of an earlier
+    state go."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    plan = split_torch_state_dict_into_shards(state, max_shard_size=max_shard_size)
+    for name, tensors in plan.filename_to_tensors.items():
+        parts = {tensor: state[tensor] for tensor in tensors}
+        tensor_files.write_tensors(folder / name, parts, {"format": "pt"}, "save_directory")
+    written = set(plan.filename_to_tensors)
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        written.add(INDEX)
+        tensor_files.write_bytes(folder / INDEX, json.dumps(index, indent=2).encode(), "save_directory")
+    with tensor_files.named("save_directory", folder):
+        for name in os.listdir(folder):
+            if SHARD.fullmatch(name) and name not in written:
+                os.remove(folder / name)
+
+
 def write_configs(folder: Path, config: Any, formats: tuple[str, str], generation: Any) -> None:
     """config.json, which says that weights are packed, and generation_config.json."""
     config = deepcopy(config)
     config.quantization_config = {"quant_method": METHOD, "version": VERSION, "kv": list(formats)}
-    config.save_pretrained(folder)
-    if generation is not None:
-        generation.save_pretrained(folder)
+    with tensor_files.named("folder", folder), tempfile.TemporaryDirectory() as place:
+        config.save_pretrained(place)
+        if generation is not None:
+            generation.save_pretrained(place)
+        for name in sorted(os.listdir(place)):
+            tensor_files.write_bytes(folder / name, Path(place, name).read_bytes(), "folder")
 
 
 @cache

@@ -35,6 +35,7 @@ SHOWN = 10
 @click.option("--tokens", default=4096, show_default=True, help="Of the text that are read, in sequences of up to 512.")
 @click.option("--target", type=TargetName(), help="Architecture to pack for, as sm_90a. Default: the device's.")
 @TRUST
+@click.option("--verify", is_flag=True, help="Compare all bytes of FOLDER with those that a stopped run began with.")
 @json_option
 def quantize(
     folder: Path,
@@ -47,6 +48,7 @@ def quantize(
     tokens: int,
     target: str | None,
     trust_remote_code: bool,
+    verify: bool,
     as_json: bool,
 ) -> None:
     """Quantize a float Hugging Face model, layer by layer, to a folder that terrazzo.load reads.
@@ -71,7 +73,7 @@ def quantize(
 
         text = None if calibration is None else _tokens_of(folder, calibration, tokens, trust_remote_code)
         options = dict(kv=formats, device=device, dtype=kind, calibration=text, target=target)
-        options |= dict(trust_remote_code=trust_remote_code)
+        options |= dict(verify=verify, trust_remote_code=trust_remote_code)
         errors = quantize_folder(folder, out, form, **options, progress=note)
     if as_json:
         return print_json({"out": str(out), "format": form, "errors": errors})
