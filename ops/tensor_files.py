@@ -40,7 +40,8 @@ def named(argument: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = "make room there, and start again" if error.errno in _FULL else "name a place that can be written"
+        one = "a file in a folder that exists and is yours" if argument == "path" else "a folder that can be written"
+        remedy = "make room there, and start again" if error.errno in _FULL else f"name {one}"
         constraint = f"cannot be written ({error.strerror or error})"
         raise ArgumentError(argument, str(path), constraint, remedy) from None
 

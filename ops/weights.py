@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
+from terrazzo.ops import tensor_files
 from terrazzo.ops.shards import Sharded
 
 if TYPE_CHECKING:
@@ -405,28 +405,13 @@ def save(weight: Any, path: str | Path, version: str) -> None:
     Raises:
         ArgumentError: the file cannot be written.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    tensors: dict[str, torch.Tensor] = {}
-    for name, t in tensor_fields(weight).items():  # two fields may be one tensor, which safetensors refuses
-        shared = any(t.data_ptr() == other.data_ptr() for other in tensors.values())
-        tensors[name] = t.clone().contiguous() if shared else t.contiguous()
+    tensors = tensor_fields(weight)
     facts = {f.name: getattr(weight, f.name) for f in dataclasses.fields(weight)}
     facts = {name: value for name, value in facts.items() if name not in tensors and value is not None}
     path = path_of(path)
     if not path.name:
         raise ArgumentError("path", str(path), "names no file", "name a file in a folder that exists and is yours")
-    scratch = path.with_name(f".{os.getpid()}.{threading.get_ident()}")  # without its name, which may have 255 bytes
-    try:
-        save_file(tensors, scratch, metadata={"format": "pt", "version": version, "weight": json.dumps(facts)})
-        os.replace(scratch, path)
-    except (SafetensorError, OSError) as error:
-        constraint = f"cannot be written ({error})"
-        raise ArgumentError("path", str(path), constraint, "name a file in a folder that exists and is yours") from None
-    finally:
-        with suppress(OSError):  # it may never have been there, and must not hide the error above
-            scratch.unlink()
+    tensor_files.write_tensors(path, tensors, {"format": "pt", "version": version, "weight": json.dumps(facts)})
 
 
 def load(make: Callable[..., Weight], path: str | Path, device: str | int | torch.device, *versions: str) -> Weight:

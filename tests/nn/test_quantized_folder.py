@@ -413,7 +413,7 @@ def test_quantize_on_a_full_disk_is_a_named_error_and_goes_on(source, whole, tmp
 def test_targets_that_cannot_be_written(source, tmp_path):
     (tmp_path / "file").write_text("x")
     for bad in (tmp_path / "file", tmp_path / "file" / "out", Path("/proc/out"), Path("/dev/null/out")):
-        with pytest.raises(ArgumentError, match="out = .*cannot be written .*; name a place that can be written"):
+        with pytest.raises(ArgumentError, match="out = .*cannot be written .*; name a folder that can be written"):
             run(source, bad)
     saved = load(source, quantize="w4a16-g64", **FAST)
     with pytest.raises(ArgumentError, match="save_directory = .*cannot be written"):

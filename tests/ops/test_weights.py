@@ -53,8 +53,13 @@ def test_a_weight_moves_between_devices_and_never_changes_its_bytes(name):
 def test_files_of_any_operator(name, tmp_path):
     w, path = quantized(name, torch.randn(N, 2 * K), torch.ones(N)), tmp_path / "w.safetensors"
     w.save(path)
-    again = type(w).load(path)
+    again, first = type(w).load(path), path.read_bytes()
     assert torch.equal(again.words, w.words) and torch.equal(again.bias, w.bias)
+    again.save(path)  # equal weights make equal bytes, and modes are those of the umask
+    other = tmp_path / "plain"
+    other.touch()
+    assert path.read_bytes() == first and path.stat().st_mode == other.stat().st_mode
+    other.unlink()
     for bad in (tmp_path / "no" / "w", tmp_path):
         with pytest.raises(ArgumentError, match="path = .*cannot be written"):
             w.save(bad)
