@@ -194,13 +194,11 @@ class QuantizedFolder:
         path = self.path / name
         if name not in self.files or not path.is_file():
             return None
-        try:
+        with suppress(SafetensorError, OSError):
             if tensor_files.digest_of(path) == self.files[name]["sha256"]:
                 with safe_open(path, framework="pt") as file:
                     self.kept.add(name)
                     return list(file.keys()), self.files[name]["errors"]
-        except (SafetensorError, OSError):
-            pass
         said = f"{path} is not what was written: it was altered or damaged, and is made again"
         warnings.warn(said, RuntimeWarning, stacklevel=2)
         return None
