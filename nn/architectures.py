@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.nn import config_fields
+from terrazzo.nn import claims, config_fields, foreign
 from terrazzo.nn.attention import Attention
 from terrazzo.nn.decoder import Decoder, DecoderLayer, Rotary
 from terrazzo.nn.dense import Dense
@@ -76,8 +76,16 @@ def shape_of(config: Any) -> Shape:
     """Of a transformers text config.
 
     Raises:
-        ArgumentError: an architecture or a size that no operator serves.
+        ArgumentError: an architecture or a size that no operator serves, or a field that is no such thing.
     """
+    with foreign.explained("config", type(config).__name__, "has fields that no decoder is made of", claims.REMEDY):
+        claims.check_plain(vars(config))
+        shape = _shape_of(config)
+    claims.check_shape(shape)
+    return shape
+
+
+def _shape_of(config: Any) -> Shape:
     kind, get = config.model_type, lambda name, default=None: getattr(config, name, None) or default
     if kind not in MODELS:
         remedy = "give transformers' own model to terrazzo.integrations.transformers.pack, which swaps its layers"

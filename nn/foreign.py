@@ -15,6 +15,7 @@ from stat import S_ISREG
 from typing import Any
 
 from terrazzo.lowering.errors import ArgumentError, TerrazzoError, ToolchainError
+from terrazzo.nn import claims
 from terrazzo.ops import weights
 from terrazzo.ops.checkpoints import files
 
@@ -94,7 +95,7 @@ def config_of(folder: Path, trust_remote_code: bool = False) -> Any:
     if not os.path.lexists(file):
         raise ArgumentError("source", str(folder), "is no folder with a config.json", files.remedy_of(folder))
     check_files(folder)
-    files.read_object(file)
+    claims.check_plain(files.read_object(file))
     remedy = "get the folder again; a model_type that it does not know may need a newer transformers"
     with explained("source", file, "cannot be read", remedy):
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from terrazzo.lowering.errors import ArgumentError, ToolchainError
 from terrazzo.lowering.targets import Target
-from terrazzo.nn import foreign
+from terrazzo.nn import claims, foreign
 from terrazzo.nn.dense import Dense
 from terrazzo.nn.formats import Format
 from terrazzo.nn.linear import Linear
@@ -93,7 +93,7 @@ def load(
 
     from terrazzo.nn.architectures import Builder, shape_of
 
-    shape, skeleton = shape_of(config), model_module.skeleton(config)
+    shape = shape_of(config)
     made: Source
     if own:
         if form is not None:
@@ -117,9 +117,12 @@ def load(
         facts = dict(quantize=form, options=options, target=target, report=report, weight_only=weight_only)
         facts |= dict(activations=activations, cut_layers=cut_layers)
         made = Published(checkpoint, state, to, found, **facts)
+    claims.check_tensors(shape, made.names(), made.shape_of)
     static = tuple(shared_heads(scales, shape.kv_heads, ranks) for scales in _static(made, formats, shape))
+    skeleton = model_module.skeleton(config)
     rotaries = [rotary.to(to) for rotary in model_module.rotaries_of(skeleton, shape)]
     stated = generation_config(source)
+    claims.check_ends(stated or skeleton.generation_config, "the folder")
     with torch.no_grad():
         builder = Builder(shape, made, rotaries, progress, ranks)
         decoder = builder.decoder()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.nn import loading
+from terrazzo.nn import claims, loading
 from terrazzo.nn.calibrating import Calibration
 from terrazzo.nn.formats import Format
 from terrazzo.nn.joined import rows_of
@@ -93,9 +93,12 @@ def quantize_folder(
 
     from terrazzo.nn.architectures import Builder, shape_of
 
-    shape, skeleton, errors = shape_of(config), model_module.skeleton(config), {}
+    shape, errors = shape_of(config), {}
+    claims.check_tensors(shape, checkpoint.names(), lambda name: checkpoint.describe(name)[1])
+    skeleton = model_module.skeleton(config)
     rotaries = [rotary.to(to) for rotary in model_module.rotaries_of(skeleton, shape)]
     generation = loading.generation_config(source)
+    claims.check_ends(generation or skeleton.generation_config, "the folder")
     note: dict[str, float] = {}
     made = Published(
         checkpoint, {}, to, found, quantize=form, options=options, target=target,

@@ -67,6 +67,10 @@ class Source:
     def has(self, name: str) -> bool:
         return name in self.tensors
 
+    def shape_of(self, name: str) -> Sequence[int]:
+        """Of one tensor, unread where it lies in a file."""
+        return tuple(self.read(name).shape)
+
     def scales(self, part: str, shape: Any) -> torch.Tensor | None:
         """float32 scales of keys ("k") or values ("v") that kernels read, for all layers, or None."""
         return None
@@ -467,7 +471,7 @@ class Stored(Source):
     def _state(self, own: str) -> dict[str, torch.Tensor]:
         return {name: self.read(name) for name in self.tensors if name.startswith(f"{own}.")}
 
-    def _shape(self, name: str) -> Sequence[int]:
+    def shape_of(self, name: str) -> Sequence[int]:
         get = getattr(self.tensors, "shape", None)  # of files, unread
         return get(name) if get is not None else self.tensors[name].shape
 
@@ -476,7 +480,7 @@ class Stored(Source):
         prefix, noted = f"{own}.", f"{own}.weight_format"
         names = [name for name in self.tensors if name.startswith(prefix) and name != noted]
         form = {noted: self.read(noted)} if self.has(noted) else {}
-        hollow = stored_weight(form | {name: torch.empty(self._shape(name), device="meta") for name in names}, prefix)
+        hollow = stored_weight(form | {name: torch.empty(self.shape_of(name), device="meta") for name in names}, prefix)
         grouped = isinstance(hollow, GroupedWeight)
         one, given = hollow.stacked if grouped else hollow, parts(hollow.n if dim == 0 else hollow.k)
         with _of_layer(own, share):
@@ -489,7 +493,7 @@ class Stored(Source):
 
     def _dense(self, own: str, dim: int, parts: Callable[[int], Sequence[Part]], share: Share) -> tuple:
         """(weight, bias) of a float layer."""
-        size = self._shape(f"{own}.weight")[dim]
+        size = self.shape_of(f"{own}.weight")[dim]
         with _of_layer(own, share):
             cut = Cut(dim, spans_of(size, share.rank, share.world, parts(size)))
         held, alone = f"{own}.bias", dim == 0 or share.rank == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import tempfile
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from terrazzo.lowering import graphs
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.nn import claims, foreign
 from terrazzo.nn.architectures import Shape
 from terrazzo.nn.config_fields import check_length
 from terrazzo.nn.decoder import Decoder, Rotary, positions_of
@@ -457,14 +459,19 @@ def rotaries_of(model: Any, shape: Shape) -> list[Rotary]:
     """Rates of each kind of rotary positions, as the transformers model computes them.
 
     Raises:
-        ArgumentError: rates that depend on the text's length.
+        ArgumentError: rates that depend on the text's length, or that are not finite.
     """
-    made, found = type(model.model.rotary_emb)(model.config), []
+    kinds = getattr(model.config, "rope_parameters", None)
+    with foreign.explained("rope_parameters", kinds, "makes no rotary positions", claims.REMEDY):
+        made, found = type(model.model.rotary_emb)(model.config), []
     for kind in shape.rotary_kinds:
         stated = made.rope_type[kind] if isinstance(made.rope_type, dict) else made.rope_type
         if stated in VARYING_ROTARY:
             constraint = "has rates that depend on the text's length"
             raise ArgumentError("rope_type", stated, constraint, "use the model without this scaling")
         front = f"{kind}_" if kind else ""
-        found.append(Rotary(getattr(made, f"{front}inv_freq"), float(getattr(made, f"{front}attention_scaling"))))
+        rates, factor = getattr(made, f"{front}inv_freq"), getattr(made, f"{front}attention_scaling")
+        if not (bool(rates.isfinite().all()) and math.isfinite(factor)):
+            raise ArgumentError("rope_parameters", kinds, "makes rates that are not finite", claims.REMEDY)
+        found.append(Rotary(rates, float(factor)))
     return found

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from terrazzo.lowering.data_files import read_json
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
@@ -15,6 +14,7 @@ from terrazzo.ops import activation, attention, launching, model_layers, norm, r
 from terrazzo.ops.attention import rope_writing, writing
 from terrazzo.ops.attention.cache import residual_of
 from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.checkpoints import files
 from terrazzo.ops.checkpoints.config import Config
 from terrazzo.ops.checkpoints.reader import Checkpoint
 from terrazzo.ops.formats.kv import HEAD_DIMS
@@ -232,13 +232,8 @@ def _config(folder: Path) -> dict[str, Any] | None:
     """The object in a folder's config.json, None where there is none."""
     if not folder.exists():
         raise ArgumentError("folder", str(folder), "is no folder of this machine", "download the model first")
-    file = (folder if folder.is_dir() else folder.parent) / "config.json"
-    if not file.is_file():
-        return None
-    found = read_json(file, "config.json", "download it again")
-    if not isinstance(found, dict):
-        raise ArgumentError("config.json", type(found).__name__, "must hold an object", "download it again")
-    return found
+    file = files.member(folder if folder.is_dir() else folder.parent, "config.json")
+    return None if file is None else files.read_object(file)
 
 
 def plan(model: Model, serving: Serving) -> Plan:

@@ -138,9 +138,15 @@ def _has_dense_layers(config: Mapping[str, Any]) -> bool:
 def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = config.get(name)
     value = default if value is None else value
-    if type(value) is not int or value < (0 if default == 0 else 1):
-        raise ArgumentError(name, value, "must be a positive number in config.json", "correct it, or download it again")
+    most = MOST_PARTS if "size" not in name else MOST_SIZE
+    if type(value) is not int or not (0 if default == 0 else 1) <= value <= most:
+        constraint = f"must be a positive number in config.json, at most {most}"
+        raise ArgumentError(name, value, constraint, "correct it, or download it again")
     return value
+
+
+MOST_PARTS, MOST_SIZE = 1 << 16, 1 << 24
+"""Heads or experts of a layer, and features of one: beyond, a config.json is no model's."""
 
 
 def _qwen25(hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int = 128) -> Architecture:

@@ -6,6 +6,7 @@ callers see an ArgumentError.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -182,12 +183,13 @@ def remedy_of(path: Path) -> str:
 
 
 def member(folder: Path, name: str, index: Path | None = None) -> Path | None:
-    """A file of a folder, None if it is not there.
+    """A file of a folder, None if nothing of that name is there.
 
     Links may lead to other files of the folder, and from a Hugging Face cache's snapshot to its blobs.
 
     Raises:
-        ArgumentError: the name, or a link of that name, leaves the folder; the index is blamed if there is one.
+        ArgumentError: the name, or a link of that name, leaves the folder; the index is blamed if there is one. What is
+            there is no file, but a folder, a pipe or a link to nothing.
     """
     parts = re.split(r"[/\\]", name)
     where = str(folder / "?") if index is None else str(index)
@@ -198,7 +200,9 @@ def member(folder: Path, name: str, index: Path | None = None) -> Path | None:
     try:
         real, root = file.resolve(), folder.resolve()
         if not real.is_file():
-            return None
+            if not os.path.lexists(file):
+                return None
+            raise ValueError("it is a folder, a pipe or a link to nothing")
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a name that is too long, no permission
         raise ArgumentError("path", str(file)[:200], f"cannot be read ({error})", "download it again") from None
     blob = real.parent.name == "blobs" and "--" in real.parent.parent.name

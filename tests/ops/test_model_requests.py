@@ -201,7 +201,7 @@ def test_a_folder_of_a_config_alone_is_served_as_it_says(tmp_path):
     assert {(kind.symmetric, kind.group_size) for kind in model.layers.kinds} == {(True, 128)}
     assert {kind.leaf for kind in model_layers.joined(model.layers).kinds} > {"qkv_proj", "gate_up_proj", "down_proj"}
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ArgumentError, match="must hold an object"):
+    with pytest.raises(ArgumentError, match="must hold a JSON object"):
         model_requests.of_folder(tmp_path, Weights())
 
 
