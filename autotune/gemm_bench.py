@@ -438,7 +438,8 @@ def _said(*command: str) -> str | None:
     if program is None:
         return None
     try:
-        done = subprocess.run((program, *command[1:]), capture_output=True, text=True, timeout=30, check=True)
+        said = {"capture_output": True, "encoding": "utf-8", "errors": "replace"}
+        done = subprocess.run((program, *command[1:]), timeout=30, check=True, **said)
     except (OSError, subprocess.SubprocessError):
         return None
     return next(iter(done.stdout.split("\n")), "").strip() or None

@@ -145,7 +145,7 @@ def _line(error: BaseException) -> str:
 def serve() -> None:
     """Answer requests from stdin until it closes; whatever libraries print goes to stderr."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed job leaves no process on the GPU
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     os.environ[records.VARIABLE] = "off"  # the heuristic's schedule is tried as such
 

@@ -100,7 +100,7 @@ def write_report(database: Database, path: Path, png: Path | None = None, gpu: s
     target, points = target_of(trials[-1]), points_of(trials, database.peers(gpu))
     figures = [_draw(draw, points, trials, target) for draw in (roofline, gains, curves)]
     try:
-        path.write_text(page(points, trials, target, figures))
+        path.write_text(page(points, trials, target, figures), encoding="utf-8")
         if png is not None:
             _draw_png(points, trials, target, png)
     except OSError as error:

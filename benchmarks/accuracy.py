@@ -290,7 +290,7 @@ class Run:
         if o.out or self.device == "cuda":
             self.result["seconds"] = round(time.perf_counter() - self.start, 1)
             self.result["float"] = {n: round(math.exp(statistics.fmean(x)), 4) for n, x in self.base.items()}
-            out.write_text(json.dumps(self.result, indent=1) + "\n")
+            out.write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -191,7 +191,7 @@ def _unzip(wheel: Path, out: Path) -> None:
 
 def _run(command: list[str], place: Path) -> None:
     try:
-        done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=place, capture_output=True, encoding="utf-8", check=False)
     except OSError as error:
         raise DataError(f"{command[0]} cannot be run: {error}; install it, or use --unpack") from None
     if done.returncode:

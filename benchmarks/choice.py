@@ -54,7 +54,7 @@ def formats() -> dict[str, Format]:
     """Every format of weights that a result file has, keys and values in 16 bits."""
     found = {name: Format() for name in FILES}
     for path in sorted(report.RESULTS.glob("accuracy_*.json")):
-        result = json.loads(path.read_text())
+        result = json.loads(path.read_text(encoding="utf-8"))
         for row in result["rows"]:
             whole = not {"^", "@"} & set(row["weights"])
             if whole and row["path"] == "kernels" and row["k_format"] == "float16" and "failure" not in row:
@@ -63,7 +63,7 @@ def formats() -> dict[str, Format]:
     found.pop("f16", None)
     for name, (pattern, op, group) in FILES.items():
         for path in sorted(report.RESULTS.glob(pattern), reverse=True)[:1]:  # one GPU for each format
-            _speed(found[name], json.loads(path.read_text()), op, group)
+            _speed(found[name], json.loads(path.read_text(encoding="utf-8")), op, group)
     return {name: it for name, it in found.items() if it.accuracy or it.speed}
 
 

@@ -89,7 +89,9 @@ def name_version(scratch: Path) -> None:
     except importlib.metadata.PackageNotFoundError:
         info = scratch / "version" / "terrazzo.dist-info"
         info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: terrazzo\nVersion: {terrazzo.__version__}\n")
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: terrazzo\nVersion: {terrazzo.__version__}\n", encoding="utf-8"
+        )
         paths = [*filter(None, [os.environ.get("PYTHONPATH")]), str(info.parent)]
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
         sys.path.append(str(info.parent))
@@ -118,7 +120,7 @@ def _in_a_process(case: str, options: argparse.Namespace, scratch: Path) -> dict
 def _run(case: str, options: argparse.Namespace, environment: dict[str, str]) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.cold_calls", "--case", case, "--gpu", options.gpu]
     command += ["--compile-only"] * options.compile_only
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", check=False)
     if done.returncode:
         return {"failure": (done.stdout + done.stderr)[-1500:]}
     return json.loads(done.stdout.splitlines()[-1])

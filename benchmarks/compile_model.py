@@ -27,7 +27,7 @@ def write_folder(folder: Path, model: str, layers: int | None = None) -> Path:
     folder.mkdir(parents=True)
     architecture = ARCHITECTURES[model]
     count = layers or LAYERS.get(model, 2)
-    (folder / "config.json").write_text(json.dumps(config(architecture, count), indent=1))
+    (folder / "config.json").write_text(json.dumps(config(architecture, count), indent=1), encoding="utf-8")
     header, at = {}, 0
     for layer in range(count):
         for name, dtype, shape in tensors(architecture, f"model.layers.{layer}"):
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         command += ["--workers", str(given.workers)] if given.workers else []
         command += ["--max-tokens", str(given.max_tokens)] if given.max_tokens else []
         start = time.perf_counter()
-        done = subprocess.run(command, env=environment(scratch), stdout=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(command, env=environment(scratch), stdout=subprocess.PIPE, encoding="utf-8", check=False)
         wall = time.perf_counter() - start
         if done.returncode:
             return done.returncode

@@ -432,7 +432,7 @@ class Run:
         if not ((self.o.append or self.o.only_peers) and self.out and self.out.is_file()):
             return []
         asked = set() if self.o.only_peers else {str(row) for row in self.o.rows}
-        return [row for row in json.loads(self.out.read_text())["rows"] if row["row"] not in asked]
+        return [row for row in json.loads(self.out.read_text(encoding="utf-8"))["rows"] if row["row"] not in asked]
 
     @property
     def over(self) -> bool:

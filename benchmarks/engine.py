@@ -268,7 +268,7 @@ def run(o: argparse.Namespace) -> int:
     if o.table is not None:
         return table(o.table)
     if o.join is not None:
-        return join([json.loads(path.read_text()) for path in o.join], o.out)
+        return join([json.loads(path.read_text(encoding="utf-8")) for path in o.join], o.out)
     if o.compile_only:
         compile_kernels(o)
         return 0
@@ -328,10 +328,10 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
 def write(out: Path, result: dict[str, Any]) -> None:
     """The file with these rows in the place of equal ones, and all others that it has."""
     mine = {key(row) for row in result["rows"]}
-    old = json.loads(out.read_text())["rows"] if out.exists() else []
+    old = json.loads(out.read_text(encoding="utf-8"))["rows"] if out.exists() else []
     rows = sorted([*(row for row in old if key(row) not in mine), *result["rows"]], key=lambda row: str(key(row)))
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result | dict(rows=rows), indent=1) + "\n")
+    out.write_text(json.dumps(result | dict(rows=rows), indent=1) + "\n", encoding="utf-8")
 
 
 def join(parts: list[dict[str, Any]], out: Path | None) -> int:
@@ -347,7 +347,7 @@ def join(parts: list[dict[str, Any]], out: Path | None) -> int:
 
 def table(path: Path) -> int:
     """Rows of a file, kernels beside each other."""
-    rows = json.loads(path.read_text())["rows"]
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     for row in sorted(rows, key=lambda row: (row["shape"], row["weights"], row["batch"], row["step_ms"])):
         print(
             f"{row['shape']} x{row['layers']} {row['weights']:12s} kv {row['kv']:8s} {row['batch']:4d} requests "

@@ -109,7 +109,7 @@ def write_config(
     if stated := QUANTIZATION[quantization](group):
         config["quantization_config"] = stated
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     return folder
 
 

@@ -31,4 +31,4 @@ def table(record: dict[str, Any]) -> str:
 
 def recorded() -> str:
     """The table of the record in benchmarks/results, for docs/gpu-tests.md."""
-    return table(json.loads(RECORD.read_text()) if RECORD.is_file() else {})
+    return table(json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {})

@@ -351,7 +351,7 @@ def main(argv: list[str] | None = None) -> int:
             del stacked
             torch.cuda.empty_cache()
             if options.out is not None:
-                options.out.write_text(json.dumps(result, indent=1) + "\n")
+                options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     goal = [row for row in result["rows"] if row["layer"] == GOAL_LAYER.name and row["us"]]
     for row in goal:
         print(f"{row['op']}: {row['copy_share']:.0%} of the copy bandwidth on {row['layer']}, goal {GOAL:.0%}")

@@ -122,7 +122,7 @@ def lines(files: Iterable[tuple[Path, Callable[[Mapping[str, Any]], dict[str, Ra
     """Rows of the table: what, GPU, beside what, and a cell for each size with the fastest of these peers."""
     found = []
     for path, read in files:
-        result = json.loads(path.read_text())
+        result = json.loads(path.read_text(encoding="utf-8"))
         gpu = result["gpu"].removeprefix("NVIDIA ").split()[0]
         for title, ratios in read(result).items():
             peers = list(dict.fromkeys(peer for peer, _ in ratios))

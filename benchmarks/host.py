@@ -189,7 +189,7 @@ def failed(row: Mapping[str, Any]) -> bool:
 def passed_before(out: Path, commit: str) -> dict[str, dict[str, Any]]:
     """Rows of the steps that passed in an earlier run at this commit; none where its summary cannot be read."""
     try:
-        before = json.loads((out / "summary.json").read_text())
+        before = json.loads((out / "summary.json").read_text(encoding="utf-8"))
         return {row["name"]: row for row in before["steps"] if row["status"] == "passed" and before["commit"] == commit}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
@@ -204,7 +204,9 @@ def gpus_here() -> dict[str, tuple[str, str]]:
 
 def _said(*command: str) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True, cwd=ROOT).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, encoding="utf-8", timeout=30, check=True, cwd=ROOT
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 
@@ -279,7 +281,7 @@ def main(argv: list[str] | None = None) -> int:
         print(line, file=sys.stderr if options.json else sys.stdout, flush=True)
         summary["seconds"] = round(time.monotonic() - host.start, 1)
         summary["steps"] = list(host.rows.values())
-        (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
 
     done = passed_before(out, commit) if options.resume and commit else {}
     steps = [step for step in options.steps if step.name not in done and step.ahead_of not in done]

@@ -73,7 +73,7 @@ def pairs() -> dict[tuple[str, str], Pair]:
 def _results(patterns: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:
     for pattern in patterns:
         for path in sorted(report.RESULTS.glob(pattern)):
-            yield json.loads(path.read_text())
+            yield json.loads(path.read_text(encoding="utf-8"))
 
 
 def table() -> str:

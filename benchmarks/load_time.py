@@ -75,7 +75,7 @@ def row(weights: str, layers: int, times: int, device: str) -> dict[str, Any]:
         for _ in range(times):
             begun = time.perf_counter()
             command = [sys.executable, "-m", "benchmarks.load_time", "--read", str(folder), "--device", device]
-            said = subprocess.run(command, capture_output=True, text=True, check=False)
+            said = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
             if said.returncode:
                 return found | {"failure": said.stderr.strip()[-300:]}
             runs.append(json.loads(said.stdout.splitlines()[-1]))

@@ -161,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
     for path in parser.parse_args(argv).files or every:
         draws = kind_of(path)
         try:
-            result = report.load(path) if draws is draw else json.loads(path.read_text())
+            result = report.load(path) if draws is draw else json.loads(path.read_text(encoding="utf-8"))
             print(draws(result, path))
         except (ValueError, OSError) as error:
             print(f"benchmarks.plot: {error}", file=sys.stderr)

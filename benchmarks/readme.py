@@ -82,7 +82,7 @@ def tables_of(makers: Mapping[str, tables.Table]) -> list[str]:
     for pattern, table in makers.items():
         for path in sorted(report.RESULTS.glob(pattern)):
             if tables.owner(path.name) == pattern:
-                parts.append(table(json.loads(path.read_text()), path.relative_to(ROOT).as_posix()))
+                parts.append(table(json.loads(path.read_text(encoding="utf-8")), path.relative_to(ROOT).as_posix()))
                 parts += picture(path, "these figures as bars")
     return parts
 
@@ -103,7 +103,10 @@ def of(
 def shared() -> str:
     """What another GPU's records are worth, for docs/tuning.md."""
     files = sorted(report.RESULTS.glob("shared_records_*.json"))
-    parts = [shared_records.table(json.loads(path.read_text()), path.relative_to(ROOT).as_posix()) for path in files]
+    parts = [
+        shared_records.table(json.loads(path.read_text(encoding="utf-8")), path.relative_to(ROOT).as_posix())
+        for path in files
+    ]
     return "\n\n".join(parts) or "Not measured yet."
 
 

@@ -45,7 +45,7 @@ def load(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: it lacks a field; the message names file and field.
     """
-    result = json.loads(path.read_text())
+    result = json.loads(path.read_text(encoding="utf-8"))
     for name in FIELDS:
         if name not in result:
             raise ValueError(f"{path}: no {name!r}; measure again")
@@ -61,7 +61,7 @@ def write(result: dict[str, Any], out: Path | None, start: float) -> None:
     result["seconds"] = round(time.perf_counter() - start, 1)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
+        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def conclude(result: Mapping[str, Any]) -> int:

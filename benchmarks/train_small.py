@@ -139,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
     model.half().save_pretrained(o.out)
     tokenizer.save_pretrained(o.out)
     facts = {"seed": o.seed, "steps": steps, "batch": o.batch, "rate": o.rate, "torch": torch.__version__}
-    (o.out / "training.json").write_text(json.dumps(facts, indent=1))
+    (o.out / "training.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
     print(f"{o.out}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters")
     return 0
 

@@ -151,7 +151,9 @@ def main(argv: list[str] | None = None) -> int:
         before = f"{now['share']:4.0%}" if now["us"] else "wrong"
         print(f"best: {place} {before} -> {fastest['share']:4.0%}  {words(QuantizeRows(**fastest['schedule']))}")
     if options.out:
-        options.out.write_text(json.dumps({"copy_gb_s": round(copy, 1), "rows": rows}, indent=1) + "\n")
+        options.out.write_text(
+            json.dumps({"copy_gb_s": round(copy, 1), "rows": rows}, indent=1) + "\n", encoding="utf-8"
+        )
     return 1 if any("failure" in row for row in rows) else 0
 
 

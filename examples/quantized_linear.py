@@ -58,7 +58,7 @@ def write_checkpoint(model: nn.Sequential, folder: Path) -> None:
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
     group = {"targets": ["Linear"], "weights": weights}
     config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
-    (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+    (folder / "config.json").write_text(json.dumps({"quantization_config": config}), encoding="utf-8")
     save_file(tensors, folder / "model.safetensors")
 
 

@@ -77,7 +77,7 @@ class _Nvcc:
 
     def compile(self, code: str, pass_config: dict[str, Any]) -> None:
         """Make BINARY of CUDA text."""
-        (self.folder / SOURCE).write_text(code)
+        (self.folder / SOURCE).write_text(code, encoding="utf-8")
         slim = self.folder / "slim"
         write_slim_headers(code, slim)
         command = self.command(pass_config)
@@ -162,14 +162,14 @@ def compile_into(request: KernelRequest, folder: Path, count: bool = True) -> No
         nvcc.wait()
         link_host(private, BINARY, LIBRARY)
         report = make_report(private / BINARY, nvcc.log, _dynamic_shared_memory(functions), count)
-        (folder / SOURCE).write_text(artifact.kernel_source)
+        (folder / SOURCE).write_text(artifact.kernel_source, encoding="utf-8")
         for name in (BINARY, LIBRARY):
             shutil.copyfile(private / name, folder / name)
     said = report.as_dict()
     if not count:
         for name in ("instructions", "tensor_instructions", "note"):
             del said[name]
-    (folder / "report.json").write_text(json.dumps(said, indent=1))
+    (folder / "report.json").write_text(json.dumps(said, indent=1), encoding="utf-8")
 
 
 def _lower(tilelang: Any, request: KernelRequest) -> Any:

@@ -119,7 +119,7 @@ def set_compiler(path: str | os.PathLike | None) -> Compiler | None:
             return None
         handle, private = tempfile.mkstemp(dir=file.parent)
         try:
-            with os.fdopen(handle, "w") as out:
+            with os.fdopen(handle, "w", encoding="utf-8") as out:
                 json.dump({"compiler": found.python}, out)
             os.replace(private, file)
         except BaseException:
@@ -162,7 +162,7 @@ def _has_headers(folder: Path, version: str | None) -> bool:
     header = folder / "include" / "tvm" / "ffi" / "c_api.h"
     if not header.is_file() or not (folder / "include" / "dlpack").is_dir():
         return False
-    numbers = re.findall(r"#define\s+TVM_FFI_VERSION_(?:MAJOR|MINOR|PATCH)\s+(\d+)", header.read_text())
+    numbers = re.findall(r"#define\s+TVM_FFI_VERSION_(?:MAJOR|MINOR|PATCH)\s+(\d+)", header.read_text(encoding="utf-8"))
     return version is None or numbers == re.findall(r"\d+", version)[:3]  # 0.1.12.post1 has the headers of 0.1.12
 
 

@@ -105,7 +105,11 @@ def _devices() -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
 def _torch_cuda() -> str | None:
     """The CUDA version that torch was built for, None for a CPU build."""
     folder = package_folder("torch")
-    text = (folder / "version.py").read_text(errors="replace") if folder and (folder / "version.py").is_file() else ""
+    text = (
+        (folder / "version.py").read_text(encoding="utf-8", errors="replace")
+        if folder and (folder / "version.py").is_file()
+        else ""
+    )
     found = re.search(r"^cuda(?::[^=\n]*)?\s*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
     return found and found.group(1)
 

@@ -190,7 +190,7 @@ def write_manifest(folder: Path, meta: Mapping[str, Any], file_mode: int = 0o600
     """
     inside = sorted(path for path in folder.rglob("*") if path.name != LOCK)
     files = {path.relative_to(folder).as_posix(): sha256(path.read_bytes()) for path in inside if path.is_file()}
-    (folder / MANIFEST).write_text(json.dumps({**meta, "files": files}, indent=1))
+    (folder / MANIFEST).write_text(json.dumps({**meta, "files": files}, indent=1), encoding="utf-8")
     for path in [*inside, folder / MANIFEST, folder]:
         path.chmod(file_mode | (file_mode & 0o444) >> 2 | 0o100 if path.is_dir() else file_mode)
         flush(path)

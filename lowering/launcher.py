@@ -336,7 +336,7 @@ def link_host(folder: Path, image: str, library: str) -> None:
     Raises:
         CompileError: the linker refuses it; the message carries its words.
     """
-    (folder / "image.s").write_text(_IMAGE.format(image=image))
+    (folder / "image.s").write_text(_IMAGE.format(image=image), encoding="utf-8")
     # -s: symbols are a tenth of its zipped bytes
     _run([find_host_compiler(), "-shared", "-s", "-o", library, _OBJECT, "image.s", "-ldl"], folder)
 

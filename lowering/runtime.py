@@ -107,7 +107,7 @@ class Kernel:
     def source(self) -> str:
         """The CUDA text. Raises BundleError for a kernel of a wheel, which has none."""
         try:
-            return (self.folder / "kernel.cu").read_text()
+            return (self.folder / "kernel.cu").read_text(encoding="utf-8")
         except FileNotFoundError as error:
             raise BundleError(
                 f"{self.folder}, kernel {self.name}, has no CUDA text, as wheels leave it out; uninstall the wheel, "

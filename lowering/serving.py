@@ -42,7 +42,7 @@ def serve(headers: str = "") -> None:
         headers: entry of sys.path with the tvm-ffi whose headers compile, "" for the first one.
     """
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     if headers:
         compilers.import_tvm_ffi(headers)

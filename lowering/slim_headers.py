@@ -32,7 +32,7 @@ _SHAPES = (re.compile(r"wgmma_[rs]s<[^;]*?,\s*64,\s*(\d+),\s*\d+,"), re.compile(
 def _original(name: str) -> str:
     tilelang = package_folder("tilelang")
     root = tilelang / "src" if name == _WGMMA else tilelang / "3rdparty" / "cutlass" / "include"
-    return (root / name).read_text().replace('"../common.h"', "<tl_templates/cuda/common.h>")
+    return (root / name).read_text(encoding="utf-8").replace('"../common.h"', "<tl_templates/cuda/common.h>")
 
 
 @cache
@@ -49,4 +49,4 @@ def write_slim_headers(code: str, folder: Path) -> None:
     )
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
+        (folder / name).write_text(text, encoding="utf-8")

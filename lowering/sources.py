@@ -128,14 +128,14 @@ def _builder_outside(module: str) -> str:
         raise ArgumentError(
             "entry", module, "no such module can be imported", "install it or put its folder on PYTHONPATH"
         )
-    return Path(spec.origin).read_text()
+    return importlib.util.decode_source(Path(spec.origin).read_bytes())  # by the encoding that it states
 
 
 @cache
 def _read(module: str) -> tuple[str, set[str]]:
     """Digest of a module's code, and the modules of terrazzo that it imports."""
     path, stamp = _SOURCES[module]
-    code, imported = _parse(path.read_text())
+    code, imported = _parse(path.read_text(encoding="utf-8"))
     if _stamp(path) != stamp:
         code += _OF_THIS_PROCESS
     return hashlib.sha256(code.encode()).hexdigest(), imported
@@ -191,6 +191,6 @@ def _modules_behind(name: str) -> frozenset[str]:
     if module not in _SOURCES:
         return frozenset()
     path = _SOURCES[module][0]
-    if path.name == "__init__.py" and "__getattr__" in path.read_text():
+    if path.name == "__init__.py" and "__getattr__" in path.read_text(encoding="utf-8"):
         return frozenset(one for one in _SOURCES if one == module or one.startswith(f"{module}."))
     return frozenset({module})

@@ -129,16 +129,17 @@ def find_host_compiler() -> str | None:
 def _nvcc_versions(nvcc: str) -> tuple[str, str]:
     """(compiler, toolkit) versions of one nvcc: its own build string, and CUDA_VERSION of the headers beside it."""
     try:
-        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+        done = subprocess.run([nvcc, "--version"], capture_output=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise ToolchainError(f"{nvcc} --version fails ({error}); {INSTALL_COMPILER}") from error
+    said = done.stdout.decode(errors="replace")
     compiler = re.search(r"\bV([\d.]+)", said)
     build = re.search(r"^Build (\S+)", said, re.MULTILINE)
     version = " ".join(match.group(1) for match in (compiler, build) if match) or said.strip()
     for root in (Path(nvcc).parent.parent, Path(nvcc).resolve().parent.parent):
         header = root / "include" / "cuda.h"
         if header.is_file():
-            number = re.search(r"#define\s+CUDA_VERSION\s+(\d+)", header.read_text(errors="replace"))
+            number = re.search(r"#define\s+CUDA_VERSION\s+(\d+)", header.read_text(encoding="utf-8", errors="replace"))
             if number:
                 return version, f"{int(number.group(1)) // 1000}.{int(number.group(1)) % 1000 // 10}"
     release = re.search(r"release ([\d.]+)", said)
@@ -181,7 +182,7 @@ def run_tool(command: list[str], folder: Path, **options: Any) -> subprocess.Com
         cwd=folder,
         env=environment | {"TMPDIR": "."},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         errors="replace",
         check=False,
         **options,

@@ -63,15 +63,17 @@ def write_wheel(
             content = private / module
             content.mkdir()
             known = {request.identity(): request.as_dict() for request in requests}
-            (content / REQUESTS).write_text(json.dumps(known))
+            (content / REQUESTS).write_text(json.dumps(known), encoding="utf-8")
             modules = sorted({request.entry.partition(":")[0] for request in requests})
             more = {"kernels": list(known), "sources": digests_of(modules)}
             fill(content, targets[0], requests, dict(layouts or {}), FORMAT, FILES, more)
-            (content / "__init__.py").write_text(f'"""Kernels of terrazzo {version} for {targets[0]}: data."""\n')
+            (content / "__init__.py").write_text(
+                f'"""Kernels of terrazzo {version} for {targets[0]}: data."""\n', encoding="utf-8"
+            )
             info = private / f"{module}-{version}.dist-info"
             info.mkdir()
             for file, text in _metadata(name, module, version, targets[0]).items():
-                (info / file).write_text(text)
+                (info / file).write_text(text, encoding="utf-8")
             _zip(private, info / "RECORD", path)
     except OSError as error:
         raise BundleError(f"{path} cannot be written: {error}; make room there or choose another folder") from error

@@ -91,7 +91,7 @@ def _tokens_of(folder: Path, path: Path, most: int, trust_remote_code: bool) -> 
     from terrazzo.nn.loading import read_config
 
     tokenizer = foreign.tokenizer_of(folder, trust_remote_code)
-    text = path.read_text(errors="replace")[: 32 * max(most, 1)]
+    text = path.read_text(encoding="utf-8", errors="replace")[: 32 * max(most, 1)]
     found = foreign.tokens_of(tokenizer, text)[:most]
     length = min(512, len(found), positions(read_config(folder, None, trust_remote_code)[1]) or 512)
     if not length:

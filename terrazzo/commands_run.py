@@ -66,7 +66,7 @@ def bench(
     kind, settings = settings_of(op, dtype={"f16": "float16", "bf16": "bfloat16"}[dtype], group=group)
     result = measure(kind, problems, ms, settings, compile_all=compile_with_progress)
     if out is not None:
-        out.write_text(json.dumps(result, indent=1) + "\n")
+        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if as_json:
         return print_json(result)
     click.echo(f"{result['gpu']}, {result['copy_gb_s']:.0f} GB/s copied; times in us")

@@ -192,7 +192,12 @@ def _gpu_count() -> int:
 
     try:
         said = subprocess.run(
-            [find_program("nvidia-smi") or "/nowhere", "-L"], capture_output=True, text=True, timeout=30, check=True
+            [find_program("nvidia-smi") or "/nowhere", "-L"],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=30,
+            check=True,
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return 1
@@ -465,7 +470,7 @@ def _write_table(found: list[Best], output: Path | None, gpu: str | None) -> Non
         return click.echo(text, nl=False)
     output.parent.mkdir(parents=True, exist_ok=True)
     private = output.with_name(f".{output.name}.{os.getpid()}")
-    private.write_text(text)
+    private.write_text(text, encoding="utf-8")
     private.replace(output)
     click.echo(f"{output}: {len(lines)} records of {data['gpu']}")
 
@@ -483,7 +488,7 @@ def space_command(output: Path, op: str | None, gpu: str | None, database: Path 
     with _open(database) as trials:
         data = spaces_of(trials.trials(op=op, gpu=gpu))
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(data).replace("], [", "],\n[") + "\n")
+    output.write_text(json.dumps(data).replace("], [", "],\n[") + "\n", encoding="utf-8")
     sizes = [sum(len(own["rows"]) for own in row["programs"].values()) for row in data["problems"]]
     click.echo(f"{output}: {len(sizes)} problems, {sum(sizes)} schedules")
 

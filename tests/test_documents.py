@@ -77,7 +77,7 @@ def test_names_that_readers_meet_are_in_the_reference(path):
     lost = []
     for word in sorted(set(words) - {*PUBLIC, *NO_MODULES}):
         owner = max((name for name in PUBLIC if word.startswith(f"{name}.")), key=len)
-        listed = literal_all(ast.parse(Path(importlib.util.find_spec(owner).origin).read_text()))
+        listed = literal_all(ast.parse(Path(importlib.util.find_spec(owner).origin).read_text(encoding="utf-8")))
         lost += [word] * (word.removeprefix(f"{owner}.").split(".")[0] not in listed)
     assert not lost
 

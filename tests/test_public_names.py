@@ -47,7 +47,7 @@ def imported(name: str) -> ModuleType:
 
 
 def tree_of(module: ModuleType) -> ast.Module:
-    return ast.parse(Path(module.__file__).read_text())
+    return ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
 
 
 def literal_all(tree: ast.Module) -> list[str] | None:

@@ -82,6 +82,31 @@ def test_nothing_is_left_half_done():
     assert not found
 
 
+def without_encoding(tree: ast.AST) -> list[int]:
+    """Lines that read or write text by the locale where ruff's PLW1514 does not see what they are called on."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and not any(it.arg in ("encoding", None) for it in node.keywords):
+            name, given = getattr(node.func, "attr", ""), len(node.args)
+            text = any(it.arg in ("text", "universal_newlines") for it in node.keywords)
+            mode = name == "fdopen" and not (given > 1 and "b" in ast.unparse(node.args[1]))
+            found += [node.lineno] * (text or mode or (name, given) in (("read_text", 0), ("write_text", 1)))
+    return found
+
+
+def test_text_is_read_and_written_in_utf_8_whatever_the_locale():
+    assert without_encoding(ast.parse("p.read_text()\nos.fdopen(3, 'w')\nrun(c, text=True)\np.write_text('')")) == [
+        1,
+        2,
+        3,
+        4,
+    ]
+    assert not without_encoding(ast.parse("p.read_text(encoding='utf-8')\nos.fdopen(3, 'wb')\nread_text(p, 'x')"))
+    code = [path for path in FILES if path.suffix == ".py" and path.relative_to(ROOT).parts[0] != "tests"]
+    found = {str(path.relative_to(ROOT)): without_encoding(ast.parse(path.read_bytes())) for path in code}
+    assert len(code) > 300 and not {name: lines for name, lines in found.items() if lines}
+
+
 @pytest.mark.parametrize("arguments", [("check",), ("format", "--check")], ids=" ".join)
 def test_ruff(arguments):
     ruff = subprocess.run(

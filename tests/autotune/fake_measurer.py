@@ -23,14 +23,14 @@ LOST = (2, 6)
 def first(log: str, what: str) -> bool:
     """Whether nobody did this before."""
     try:
-        open(f"{log}.{what}", "x").close()
+        open(f"{log}.{what}", "x", encoding="utf-8").close()
     except FileExistsError:
         return False
     return True
 
 
 def lines(log: str) -> int:
-    return len(open(log).readlines()) if os.path.exists(log) else 0
+    return len(open(log, encoding="utf-8").readlines()) if os.path.exists(log) else 0
 
 
 def fate(log: str) -> str:
@@ -64,7 +64,7 @@ def main(log: str, seconds: float, kind: str) -> None:
             os.kill(os.getppid(), signal.SIGKILL)
             os._exit(1)
         found = "ok" if kind == "clean" else fate(log)
-        with open(log, "a") as file:
+        with open(log, "a", encoding="utf-8") as file:
             file.write(json.dumps([found, message["m"], message["program"], message["schedule"]]) + "\n")
         if found == "crash":
             print("CUDA error: an illegal memory access was encountered", file=sys.stderr)

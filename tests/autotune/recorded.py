@@ -38,7 +38,7 @@ def load(*names: str) -> dict[Problem, list[tuple[Candidate, float]]]:
 
 def load_spaces(path: Path) -> dict[Problem, list[tuple[Candidate, float]]]:
     """Whole spaces as `terrazzo tune space` writes them: the heuristic's schedule first, then by predicted time."""
-    data, found = json.loads(path.read_text()), {}
+    data, found = json.loads(path.read_text(encoding="utf-8")), {}
     target = next(it for it in map(Target.parse, TARGET_NAMES) if it.name == data["gpu"])
     for one in data["problems"]:
         problem = Problem.of(one["op"], one["facts"], one["m"])

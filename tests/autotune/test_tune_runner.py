@@ -37,7 +37,7 @@ def trials(path: Path):
 
 
 def logged(path: Path) -> list[list]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def test_faults_are_trials_with_a_reason(place):

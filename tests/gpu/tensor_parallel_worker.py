@@ -59,7 +59,7 @@ def of_threads(folder: str, options: dict, device: str) -> torch.Tensor:
 def main(jobs: Path, out: Path) -> None:
     ranks = TensorParallel.from_torchrun()
     device, found = "cuda" if torch.cuda.is_available() else "cpu", []
-    for folder, options in json.loads(jobs.read_text()):
+    for folder, options in json.loads(jobs.read_text(encoding="utf-8")):
         model = load(folder, device=device, **options, tensor_parallel=ranks)
         captured, replays = steps(model, generation.DecodeStep, device)
         eager, _ = steps(model, Eager, device)

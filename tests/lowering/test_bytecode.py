@@ -21,7 +21,7 @@ from test_mutations import damage_file
 
 def write(part: Path, value: int) -> None:
     """A module of one size and one time, whatever its text."""
-    part.write_text(f"VALUE = {value}\n")
+    part.write_text(f"VALUE = {value}\n", encoding="utf-8")
     os.utime(part, (10**9, 10**9))
 
 

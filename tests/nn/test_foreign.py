@@ -73,7 +73,7 @@ def answers(request, monkeypatch):
     """Standard input that says yes, or nothing at all, and stays open: nobody may read it."""
     ours, theirs = os.pipe()
     os.write(theirs, request.param.encode() * 20)
-    with open(ours) as stream:
+    with open(ours, encoding="utf-8") as stream:
         monkeypatch.setattr(sys, "stdin", stream)
         before = time.monotonic()
         yield

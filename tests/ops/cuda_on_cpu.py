@@ -163,6 +163,6 @@ class CpuKernel:
         stuck = self.library.launch(slots, *grid, self.threads, self.resident, SEED)
         assert not stuck, "the kernel waits for something that never happens"
         reports = Path(f"{self.reports}.{os.getpid()}")
-        found = reports.read_text()[CpuKernel.known :] if self.reports and reports.exists() else ""
+        found = reports.read_text(encoding="utf-8")[CpuKernel.known :] if self.reports and reports.exists() else ""
         CpuKernel.known += len(found)
         assert "SUMMARY" not in found, found[:4000]

@@ -227,7 +227,7 @@ def modules() -> dict[str, Path]:
 def imported(path: Path) -> frozenset[Path]:
     """Files that a file imports by name; a package's name leads to the module that defines it."""
     known, found = modules(), set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {known[alias.name] for alias in node.names if alias.name in known}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -242,7 +242,7 @@ def imported(path: Path) -> frozenset[Path]:
 @cache
 def _defining(package: Path) -> dict[str, Path]:
     found = {}
-    for node in ast.walk(ast.parse(package.read_text())):
+    for node in ast.walk(ast.parse(package.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module in modules():
             found |= {alias.name: modules()[node.module] for alias in node.names}
     return found
@@ -280,7 +280,7 @@ def tests_of(file: str) -> tuple[str, ...]:
 
 
 def _note(*words: object) -> None:
-    with open(os.environ["MUTANT_LOG"], "a") as log:
+    with open(os.environ["MUTANT_LOG"], "a", encoding="utf-8") as log:
         print(*words, file=log, flush=True)
 
 
@@ -344,7 +344,7 @@ class Worker:
             *(f"--deselect={t}" for t in without),
             *tests,
         ]
-        with open(self.folder / "output", "w") as output:
+        with open(self.folder / "output", "w", encoding="utf-8") as output:
             process = subprocess.Popen(
                 command, cwd=self.tree, env=environment, stdout=output, stderr=output, start_new_session=True
             )
@@ -415,7 +415,10 @@ def run(mutants: list[Mutant], jobs: int, out: Path, budget: float, head: dict) 
                 said = f"{mutant.verdict:8} {mutant.seconds:5} s  {mutant.file}:{mutant.line} {mutant.operator}: "
                 print(f"[{len(done)}/{len(mutants)}] {said}{mutant.old!r} -> {mutant.new!r}  {mutant.test}", flush=True)
                 counts = Counter(one.verdict for one in done)
-                out.write_text(json.dumps({**head, "counts": counts, "mutants": list(map(asdict, done))}, indent=1))
+                out.write_text(
+                    json.dumps({**head, "counts": counts, "mutants": list(map(asdict, done))}, indent=1),
+                    encoding="utf-8",
+                )
 
     with tempfile.TemporaryDirectory(prefix="mutants") as folder:
         threads = [threading.Thread(target=work, args=(Path(folder) / str(n),)) for n in range(jobs)]
