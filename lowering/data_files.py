@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -73,6 +74,11 @@ def read_text(path: Path | str, argument: str, remedy: str, most: int = MOST_BYT
     return _explained(path, argument, remedy, lambda: _text(Path(path), most))
 
 
+def read_start(path: Path | str, argument: str, remedy: str, most: int) -> str:
+    """The first `most` bytes of a file's text in UTF-8, what is none replaced; arguments and errors as `read_json`."""
+    return _explained(path, argument, remedy, lambda: _bytes(Path(path), most).decode(errors="replace"))
+
+
 def _explained(path: Path | str, argument: str, remedy: str, read: Callable[[], Any]) -> Any:
     try:
         return read()
@@ -81,11 +87,18 @@ def _explained(path: Path | str, argument: str, remedy: str, read: Callable[[], 
 
 
 def _text(path: Path, most: int) -> str:
-    with path.open("rb") as file:
-        found = file.read(most + 1)
+    found = _bytes(path, most + 1)
     if len(found) > most:
         raise ValueError(f"it has more than {most} bytes")
     return found.decode()
+
+
+def _bytes(path: Path, most: int) -> bytes:
+    """The first bytes of a file. OSError for what is none: a pipe would be waited for, a device has no end."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError("it is no file (a folder, pipe or device)")
+        return file.read(most)
 
 
 def is_count(value: Any, least: int = 0, most: int = MOST) -> bool:

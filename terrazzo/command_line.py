@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterable
 from typing import Any
 
 import click
 from terrazzo.lowering import errors
+from terrazzo.lowering.data_files import MOST
 from terrazzo.lowering.errors import ArgumentError, TargetError
 
 _PARAMETERS = {
@@ -98,6 +100,18 @@ class Group(click.Group):
             hint = did_you_mean(args[0], self.list_commands(ctx))
             ctx.fail(f"No such command {args[0]!r}: {hint}{ctx.command_path} has {', '.join(self.list_commands(ctx))}")
         return super().resolve_command(ctx, args)
+
+
+class Number(click.FloatRange):
+    """A float between two bounds, which NaN is not."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found = super().convert(value, param, ctx)
+        return found if not math.isnan(found) else self.fail(f"{value!r} is no number", param, ctx)
+
+
+COUNT, AMOUNT = click.IntRange(1, MOST), click.IntRange(0, MOST)
+PROCESSES = click.IntRange(1, 1024)
 
 
 class Shape(click.ParamType):

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 import click
 from terrazzo.building import Build, describe, print_kernels, print_summary
 from terrazzo.command_line import (
+    AMOUNT,
+    COUNT,
     DEQUANTIZATION,
     MODEL,
     NO_CACHE,
     NUMERICS,
     OPERATOR,
+    PROCESSES,
     Command,
     Counts,
     Dtype,
@@ -54,14 +57,20 @@ _FOLDER = click.Path(exists=True, path_type=Path)
     "--dequantization", type=DEQUANTIZATION, default="auto", show_default=True, help="w4a8, w8a8: e4m3 or another."
 )
 @click.option("--q-len", "q_lens", type=Counts(), default="1", show_default=True, help="New tokens of a step, 1..8.")
-@click.option("--page", default=128, show_default=True, help="Tokens of a page of the cache; 0 for contiguous ones.")
+@click.option(
+    "--page",
+    type=AMOUNT,
+    default=128,
+    show_default=True,
+    help="Tokens of a page of the cache; 0 for contiguous ones.",
+)
 @click.option("--heads", default="32/8", show_default=True, help="--op attention: query/kv heads of a layer.")
-@click.option("--head-dim", default=128, show_default=True, help="--op attention: 64, 128 or 256.")
+@click.option("--head-dim", type=COUNT, default=128, show_default=True, help="--op attention: 64, 128 or 256.")
 @click.option("--prefill", is_flag=True, help="--op attention: the kernels of prefill too.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write a bundle to this folder.")
 @click.option("--replace", is_flag=True, help="Replace a bundle that is there.")
 @click.option("--wheel", type=click.Path(path_type=Path), help="Write a wheel of ready kernels to this folder.")
-@click.option("--workers", type=click.IntRange(min=1), help="Processes. Default: one for each CPU.")
+@click.option("--workers", type=PROCESSES, help="Processes. Default: one for each CPU.")
 @click.option("--dry-run", is_flag=True, help="Only what would be compiled, and about how long it takes.")
 @json_option
 def compile_command(

@@ -10,6 +10,9 @@ import click
 from terrazzo.command_line import TRUST, Command, TargetName
 from terrazzo.console import console, json_option, print_json, print_table
 
+MOST_TOKENS = 1 << 22
+LETTERS = 32
+"""Of a text that are read for each token."""
 SHOWN = 10
 """Layers with the largest errors that are printed."""
 
@@ -32,7 +35,13 @@ SHOWN = 10
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A text file that the float model reads: ranges and orders of codes, smooth vectors, scales of --kv fp8.",
 )
-@click.option("--tokens", default=4096, show_default=True, help="Of the text that are read, in sequences of up to 512.")
+@click.option(
+    "--tokens",
+    type=click.IntRange(1, MOST_TOKENS),
+    default=4096,
+    show_default=True,
+    help="Of the text that are read, in sequences of up to 512.",
+)
 @click.option("--target", type=TargetName(), help="Architecture to pack for, as sm_90a. Default: the device's.")
 @TRUST
 @click.option("--verify", is_flag=True, help="Compare all bytes of FOLDER with those that a stopped run began with.")
@@ -85,16 +94,17 @@ def quantize(
 def _tokens_of(folder: Path, path: Path, most: int, trust_remote_code: bool) -> Any:
     """Token numbers [sequences, length] of a text file by the model's tokenizer."""
     import torch
+    from terrazzo.lowering import data_files
     from terrazzo.lowering.errors import ArgumentError
     from terrazzo.nn import foreign
     from terrazzo.nn.config_fields import positions
     from terrazzo.nn.loading import read_config
 
     tokenizer = foreign.tokenizer_of(folder, trust_remote_code)
-    text = path.read_text(encoding="utf-8", errors="replace")[: 32 * max(most, 1)]
+    text = data_files.read_start(path, "--calibration", "name a file of text", LETTERS * most)
     found = foreign.tokens_of(tokenizer, text)[:most]
     length = min(512, len(found), positions(read_config(folder, None, trust_remote_code)[1]) or 512)
     if not length:
-        raise ArgumentError("--calibration", str(path), "holds no token", "name a text, and --tokens above 0")
+        raise ArgumentError("--calibration", str(path), "holds no token", "name a file of text")
     rows = len(found) // length
     return torch.tensor(found[: rows * length]).view(rows, length)

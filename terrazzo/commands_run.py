@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import click
-from terrazzo.command_line import MODEL, Choice, Command, Counts, Shape, Targets, linear_operators
+from terrazzo.command_line import COUNT, MODEL, Choice, Command, Counts, Shape, Targets, linear_operators
 from terrazzo.console import check_writable, json_option, print_json, print_table
 
 
@@ -37,7 +37,7 @@ def demo(data: Path | None, targets: tuple[str, ...], as_json: bool) -> None:
 @click.option("--m", "ms", type=Counts(), default="1,16,64,256,1024", show_default=True, help="Numbers of tokens.")
 @click.option("--op", type=Choice("op", linear_operators), default="w4a16", show_default=True)
 @click.option("--dtype", type=click.Choice(["f16", "bf16"]), default="f16", show_default=True)
-@click.option("--group", type=int, help="Input channels for each scale. Default: the operator's usual.")
+@click.option("--group", type=COUNT, help="Input channels for each scale. Default: the operator's usual.")
 @click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path), help="Also write the result as JSON to this file."
 )

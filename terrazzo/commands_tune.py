@@ -14,7 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from terrazzo.command_line import MODEL, TUNED_OPERATOR, Counts, Group, Shape, TargetName
+from terrazzo.command_line import (
+    AMOUNT,
+    COUNT,
+    MODEL,
+    PROCESSES,
+    TUNED_OPERATOR,
+    Counts,
+    Group,
+    Number,
+    Shape,
+    TargetName,
+)
 from terrazzo.console import check_writable, console, json_option, print_json, print_table
 
 if TYPE_CHECKING:
@@ -66,9 +77,9 @@ def _open(path: Path | None, create: bool = False) -> Database:
 @click.option("--experts", type=Counts(), help="Of the grouped operators, for --shape. Default: 8.")
 @click.option("--cache", "caches", multiple=True, help="Attention: batch x heads / kv heads x tokens, 8x32/8x32k.")
 @click.option("--format", "formats", multiple=True, help="Attention: formats of keys/values, int4/int4.")
-@click.option("--page", "pages", type=int, multiple=True, help="Attention: tokens of a page. Default: 0, contiguous.")
+@click.option("--page", "pages", type=AMOUNT, multiple=True, help="Attention: tokens of a page. Default: 0, none.")
 @click.option("--dtype", type=click.Choice(["f16", "bf16"]), help="Activations and output. Default: f16.")
-@click.option("--group", type=int, help="Channels of a scale. Default: 128, w4a8 64, mxfp4 32, nvfp4 16, w8a8 K.")
+@click.option("--group", type=COUNT, help="Channels of a scale. Default: 128, w4a8 64, mxfp4 32, nvfp4 16, w8a8 K.")
 @click.option("--symmetric", is_flag=True, help="Without zero points.")
 @click.option(
     "--target",
@@ -76,17 +87,17 @@ def _open(path: Path | None, create: bool = False) -> Database:
     help="auto (default), or the GPU that must be there; with --dry-run any target.",
 )
 @click.option("--strategy", help="learned (default with the extra `tune`), top-k (without), exhaustive or random.")
-@click.option("--trials", type=int, help="Schedules of one problem, at most.")
-@click.option("--most", type=int, help="Schedules of a problem's space, at most. Default: 160.")
-@click.option("--within", type=float, help="Leave out what is predicted slower by this factor. Default: 1.6.")
-@click.option("--sample", type=int, help="Only a random choice of so many schedules of each problem.")
+@click.option("--trials", type=AMOUNT, help="Schedules of one problem, at most.")
+@click.option("--most", type=COUNT, help="Schedules of a problem's space, at most. Default: 160.")
+@click.option("--within", type=Number(1, 1e6), help="Leave out what is predicted slower by this factor. Default: 1.6.")
+@click.option("--sample", type=AMOUNT, help="Only a random choice of so many schedules of each problem.")
 @click.option("--table", "tables", multiple=True, help="Records whose schedules are tried too, of another GPU as well.")
 @click.option("--wide", is_flag=True, help="Also rings of fewer stages and other rasters: a whole space, to record it.")
 @click.option("--budget", help="For the whole job: 90s, 10m, 1h or '200 trials'.")
-@click.option("--patience", type=int, help="Trials without progress that end a problem. Default: 24; 0 for never.")
-@click.option("--seed", type=int, help="Of the strategy.")
+@click.option("--patience", type=AMOUNT, help="Trials without progress that end a problem. Default: 24; 0: never.")
+@click.option("--seed", type=AMOUNT, help="Of the strategy.")
 @click.option("--gpus", help="CUDA devices, 0,1, or all. Default: the first one.")
-@click.option("--workers", type=click.IntRange(min=1), help="Compiling processes. Default: one for each CPU.")
+@click.option("--workers", type=PROCESSES, help="Compiling processes. Default: one for each CPU.")
 @click.option("--executor", type=click.Choice(["local", "ray"]), default="local", help="ray: the extra `cluster`.")
 @click.option("--address", help="Of a running Ray cluster, auto or ray://host:10001. Default: start one here.")
 @click.option("--resume", is_flag=True, help="Go on: nothing that the database holds is measured again.")
@@ -400,9 +411,9 @@ def _gains(found: list[Best]) -> list[str]:
 @click.option("--experts", type=Counts(), help="Of the grouped operators. Default: 8.")
 @click.option("--cache", "caches", multiple=True, help="Attention: batch x heads / kv heads x tokens, 8x32/8x32k.")
 @click.option("--format", "formats", multiple=True, help="Attention: formats of keys/values, int4/int4.")
-@click.option("--page", "pages", type=int, multiple=True, help="Attention: tokens of a page. Default: 0, contiguous.")
+@click.option("--page", "pages", type=AMOUNT, multiple=True, help="Attention: tokens of a page. Default: 0, none.")
 @click.option("--dtype", type=click.Choice(["f16", "bf16"]), default="f16", show_default=True)
-@click.option("--group", type=int, help="Default: 128, w4a8 64, mxfp4 32, nvfp4 16, w8a8 K.")
+@click.option("--group", type=COUNT, help="Default: 128, w4a8 64, mxfp4 32, nvfp4 16, w8a8 K.")
 @click.option("--symmetric", is_flag=True, help="Without zero points.")
 @click.option("--target", type=TargetName(), help="Default: the GPU that is here.")
 @json_option
@@ -532,7 +543,7 @@ def merge_command(databases: tuple[Path, ...], database: Path | None) -> None:
 @click.option("--gpu", help="Only trials of this GPU.")
 @click.option("--failed", is_flag=True, help="Only trials without a time.")
 @click.option("--stale", is_flag=True, help="Only trials of other sources of the library than these.")
-@click.option("--older-than", "days", type=float, help="Only trials older than so many days.")
+@click.option("--older-than", "days", type=Number(0, 1e6), help="Only trials older than so many days.")
 @_database
 def prune_command(gpu: str | None, failed: bool, stale: bool, days: float | None, database: Path | None) -> None:
     """Delete trials: those that match every condition that is given, and at least one is needed."""
@@ -540,8 +551,6 @@ def prune_command(gpu: str | None, failed: bool, stale: bool, days: float | None
 
     if not (gpu or failed or stale or days is not None):
         raise click.UsageError("name what to delete: --gpu, --failed, --stale or --older-than")
-    if days is not None and not 0 <= days < float("inf"):
-        raise click.BadParameter(f"{days} is no number of days: write 30", param_hint="--older-than")
     before = None if days is None else time.time() - days * 86400
     with _open(database) as trials:
         done = trials.prune(gpu, package_digest()[:16] if stale else None, before, failed)

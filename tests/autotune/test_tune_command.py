@@ -57,7 +57,7 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
         ((*RUN, "--strategy", "magic"), "--strategy magic: must be one of"),
         ((*RUN, "--budget", "soon"), "--budget soon: is no time"),
         ((*RUN, "--budget", "0m"), "is no time"),
-        ((*RUN, "--trials", "-3"), "must not be negative"),
+        ((*RUN, "--trials", "-3"), "-3 is not in the range 0<=x"),
         ((*RUN, "--target", "sm_1", "--dry-run"), "sm_1"),
         ((*RUN, "--m", "0", "--dry-run"), "no list of positive numbers"),
         ((*RUN, "--group", "7", "--dry-run"), "--group 7: must be"),
