@@ -10,7 +10,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +29,7 @@ from terrazzo.autotune.isolation import Result
 from terrazzo.lowering import cache
 from terrazzo.lowering.errors import CompileError, TerrazzoError, ToolchainError
 from terrazzo.lowering.request import KernelRequest
+from terrazzo.lowering.worker import search_path
 
 EXTRA = "pip install 'terrazzo[cluster]'"
 _REMEDY = "give --address as `ray status` names it, ray://host:10001 from elsewhere"
@@ -46,6 +50,15 @@ def _ray() -> ModuleType:
 
 ANSWER_S = 8.0
 """For an address to be connected to, and again to answer: Ray itself tries one that does neither for minutes."""
+CONNECT_S = 30.0
+"""For Ray to connect, once it is imported."""
+_CONNECT = """import sys; sys.path[:] = sys.argv[2:]
+import ray
+print(flush=True)
+ray.init(sys.argv[1], log_to_driver=False, configure_logging=False)
+print("connected", flush=True)
+ray.shutdown()
+"""
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """How a gRPC client begins: HTTP/2's preface and an empty SETTINGS frame, with which a server begins, too."""
 _SETTINGS = 4
@@ -83,6 +96,33 @@ def check_answers(address: str | None) -> None:
         raise ToolchainError(f"no Ray cluster at {named}: no answer in {ANSWER_S:.0f} s; {_REMEDY}") from error
     except (OSError, ValueError) as error:
         raise ToolchainError(f"no Ray cluster at {named}: {error}; {_REMEDY}") from error
+
+
+def check_connects(address: str | None) -> None:
+    """Let a process of its own connect first, where an address names a host: a connection that hangs cannot be stopped
+    otherwise, and Ray ends a process whose peer is silent for long.
+
+    Raises:
+        ToolchainError: it does not connect within CONNECT_S; the message has what Ray said.
+    """
+    named = _named(address)
+    if named is None:
+        return
+    command = [sys.executable, "-c", _CONNECT, address or os.environ["RAY_ADDRESS"], *search_path()]
+    pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    with subprocess.Popen(command, **pipes) as process:
+        try:
+            process.stdout.readline()  # Ray is imported
+            out, said = process.communicate(timeout=CONNECT_S)
+        except subprocess.TimeoutExpired:
+            reason = f"it answers, and lets nobody in within {CONNECT_S:.0f} s"
+            raise ToolchainError(f"no Ray cluster at {named}: {reason}; {_REMEDY}") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if b"connected" not in out:
+        words = said.decode(errors="replace").strip().splitlines() or ["it ended without a word"]
+        raise ToolchainError(f"no Ray cluster at {named}: {words[-1][:500]}; {_REMEDY}")
 
 
 def compile_here(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,7 +201,8 @@ class Cluster:
         options: further arguments of `ray.init`.
 
     Raises:
-        ToolchainError: Ray is not installed, does not answer within 30 s, or knows no GPU.
+        ToolchainError: Ray is not installed, a named address does not answer within 16 s or does not let a process in
+            within another 30 s, or the cluster knows no GPU.
     """
 
     def __init__(
@@ -175,6 +216,7 @@ class Cluster:
     ) -> None:
         self.ray = _ray()
         check_answers(address)
+        check_connects(address)
         quiet = dict(log_to_driver=False, configure_logging=False) | ({} if address else {"include_dashboard": False})
         try:
             self.ray.init(address=address, **quiet, **options)

@@ -180,6 +180,63 @@ def test_a_server_of_rays_protocol_is_let_through(port, monkeypatch):
             cluster.check_answers(odd)
 
 
+@pytest.fixture
+def rays_own(tmp_path, monkeypatch):
+    """`rays_own(init)`: the module `ray` of the process that connects first, and a peer that sends its settings."""
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # the module changes within a second
+    monkeypatch.setattr(cluster, "search_path", lambda: [str(tmp_path), *(entry for entry in sys.path if entry)])
+    monkeypatch.setattr(cluster, "check_answers", lambda address: None)
+    monkeypatch.setitem(sys.modules, "ray", stand_in(CPU=4.0, GPU=1.0)[0])
+    text = "import os, sys, time\ndef shutdown(): pass\ndef init(address, **_):\n    "
+    return lambda init: (tmp_path / "ray.py").write_text(text + init + "\n")
+
+
+def test_a_peer_that_never_lets_anybody_in_is_an_error_in_time(rays_own, tmp_path, monkeypatch):
+    """Whatever Ray does meanwhile: waits, starts processes, ends the process, fails."""
+    monkeypatch.setattr(cluster, "CONNECT_S", 1.0)
+    pid = tmp_path / "pid"
+    rays_own(f"open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)")
+    begun = time.monotonic()
+    for address in ("127.0.0.1:6379", "ray://127.0.0.1:10001"):
+        with pytest.raises(ToolchainError, match=r"no Ray cluster at 127.0.0.1:\d+: it answers, and lets nobody in"):
+            cluster.Cluster(address)
+    assert time.monotonic() - begun < 25 and not Path(f"/proc/{pid.read_text()}").exists()
+    for init, said in (
+        ("os.abort()", "it ended without a word"),
+        ("print('GCS is gone', file=sys.stderr); os._exit(1)", "GCS is gone"),
+        ("raise ConnectionError('no raylet here')", "ConnectionError: no raylet here"),
+    ):
+        rays_own(init)
+        with pytest.raises(ToolchainError, match=rf"no Ray cluster at 127.0.0.1:1: {said}.*; give --address"):
+            cluster.Cluster("127.0.0.1:1")
+    rays_own("assert address == '127.0.0.1:1'")
+    assert cluster.Cluster("127.0.0.1:1").cpus == 4
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert cluster.Cluster().cpus == 4
+    rays_own("os.abort()")
+    assert cluster.Cluster("local").cpus == 4  # started here: there is no peer
+
+
+@needs_ray
+@pytest.mark.parametrize("scheme", ["", pytest.param("ray://", marks=pytest.mark.slow)])
+def test_a_peer_that_sends_its_settings_and_then_nothing_is_an_error_in_time(scheme, port, monkeypatch):
+    number, listening = port
+    listening.listen()
+    settings, held = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)), []
+
+    def serve() -> None:
+        while True:
+            held.append(listening.accept()[0])
+            held[-1].sendall(settings)
+
+    threading.Thread(target=serve, daemon=True).start()
+    monkeypatch.setattr(cluster, "CONNECT_S", 3.0)
+    begun = time.monotonic()
+    with pytest.raises(ToolchainError, match=f"no Ray cluster at 127.0.0.1:{number}: it answers, and lets nobody in"):
+        cluster.Cluster(f"{scheme}127.0.0.1:{number}")
+    assert time.monotonic() - begun < 60 and held  # Ray's import included
+
+
 def test_the_command_runs_on_a_cluster(tmp_path, monkeypatch, capsys):
     """`--executor ray` takes its parts from the cluster and closes it; here the parts are fakes."""
     ray, closed = stand_in(CPU=4.0, GPU=2.0)
