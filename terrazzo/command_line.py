@@ -111,7 +111,6 @@ class Number(click.FloatRange):
 
 
 COUNT, AMOUNT = click.IntRange(1, MOST), click.IntRange(0, MOST)
-PROCESSES = click.IntRange(1, 1024)
 
 
 class Shape(click.ParamType):

@@ -17,7 +17,6 @@ from terrazzo.command_line import (
     NO_CACHE,
     NUMERICS,
     OPERATOR,
-    PROCESSES,
     Command,
     Counts,
     Dtype,
@@ -70,7 +69,7 @@ _FOLDER = click.Path(exists=True, path_type=Path)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write a bundle to this folder.")
 @click.option("--replace", is_flag=True, help="Replace a bundle that is there.")
 @click.option("--wheel", type=click.Path(path_type=Path), help="Write a wheel of ready kernels to this folder.")
-@click.option("--workers", type=PROCESSES, help="Processes. Default: one for each CPU.")
+@click.option("--workers", type=COUNT, help="Processes. Default: one for each CPU.")
 @click.option("--dry-run", is_flag=True, help="Only what would be compiled, and about how long it takes.")
 @json_option
 def compile_command(

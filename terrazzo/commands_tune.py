@@ -14,18 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from terrazzo.command_line import (
-    AMOUNT,
-    COUNT,
-    MODEL,
-    PROCESSES,
-    TUNED_OPERATOR,
-    Counts,
-    Group,
-    Number,
-    Shape,
-    TargetName,
-)
+from terrazzo.command_line import AMOUNT, COUNT, MODEL, TUNED_OPERATOR, Counts, Group, Number, Shape, TargetName
 from terrazzo.console import check_writable, console, json_option, print_json, print_table
 
 if TYPE_CHECKING:
@@ -97,7 +86,7 @@ def _open(path: Path | None, create: bool = False) -> Database:
 @click.option("--patience", type=AMOUNT, help="Trials without progress that end a problem. Default: 24; 0: never.")
 @click.option("--seed", type=AMOUNT, help="Of the strategy.")
 @click.option("--gpus", help="CUDA devices, 0,1, or all. Default: the first one.")
-@click.option("--workers", type=PROCESSES, help="Compiling processes. Default: one for each CPU.")
+@click.option("--workers", type=COUNT, help="Compiling processes. Default: one for each CPU.")
 @click.option("--executor", type=click.Choice(["local", "ray"]), default="local", help="ray: the extra `cluster`.")
 @click.option("--address", help="Of a running Ray cluster, auto or ray://host:10001. Default: start one here.")
 @click.option("--resume", is_flag=True, help="Go on: nothing that the database holds is measured again.")
