@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.nn import foreign, generation
+from terrazzo.nn import foreign, generation, templates
 
 Stream = Callable[[int, str], Any]
 """Called with the number of a prompt and the next piece of its text. Returning True ends generation."""
@@ -159,9 +159,7 @@ def _texts(given: Any, chat: bool) -> list[Any]:
 def _tokens(tokenizer: Any, text: Any, chat: bool) -> list[int]:
     if chat:
         messages = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
-        if not getattr(tokenizer, "chat_template", None):
-            raise ArgumentError("chat", True, "the tokenizer has no chat template", "pass chat=False")
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text = templates.chat_text(tokenizer, messages)
     try:
         text.encode()
     except UnicodeEncodeError as error:
