@@ -165,7 +165,7 @@ class TerrazzoQuantizer(HfQuantizer):
         made = load(self.folder, config=config, device=self.device, dtype=self.dtype, **stated.loading())
         model.__class__ = class_of(type(model))
         model.model, model.lm_head = made.model, made.lm_head
-        model.config.dtype = made.config.dtype
+        model.config.dtype, model.name_or_path = made.config.dtype, made.name_or_path
         stated.version, stated.kv = VERSION, list(made.model.formats)
         return model
 

@@ -20,6 +20,8 @@ from terrazzo.ops.formats.kv import FORMATS
 ROWS = 512
 """Activations of a layer that are kept as they are."""
 PAGE = 128
+CALIBRATED = ("w4a16", "w4a8", "w4a8-e4m3", "w4ax")
+"""Families of formats whose quantizers take something from a text."""
 TINY = 2.0**-20
 """The least magnitude that scales are made for: dimensions of zeros get one, too."""
 
@@ -40,7 +42,7 @@ class Seen:
         if form.family == "w4a8":
             found = w4a8.search_smooth(self.rows, weight.float(), group_size=form.group_size)
             return {"smooth": found.smooth, "importance": importance, "rule": "search"}
-        return {"importance": importance} if form.family in ("w4a16", "w4a8-e4m3") else {}
+        return {"importance": importance} if form.family in CALIBRATED else {}
 
 
 class Calibration:

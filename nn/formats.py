@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
+from terrazzo.lowering.spelling import did_you_mean
 from terrazzo.ops import weights
 
 if TYPE_CHECKING:
@@ -142,13 +143,13 @@ class Format:
     symmetric: bool = False
 
     @staticmethod
-    def parse(text: str | Format) -> Format:
+    def parse(text: str | Format, argument: str = "format") -> Format:
         """Of "w4a16", "w4a16-g64", "w4a16-gK-sym", "w4a8-g128", "w4a8-e4m3", "w4ax", "w8a16", "w8a8", "w8a8-e4m3",
         "mxfp4", "mxfp4-e4m3", "nvfp4", "fp8", and of blocks "w8a8-e4m3-g128" and "fp8-g128"; the group's default is the
         first of its family's, of w8a16, w8a8 and fp8 a scale for each row.
 
         Raises:
-            ArgumentError: no such format.
+            ArgumentError: names `argument`: no such format.
         """
         if isinstance(text, Format):
             return text
@@ -161,7 +162,8 @@ class Format:
             groups = lambda f: "|".join([*map(str, f.groups), *["K"] * f.one_group])
             wanted = ", ".join(f"{name}-g{groups(f)}{'[-sym]' * f.choices}" for name, f in FAMILIES.items())
             constraint = f"must be one of {wanted} (gK: one group for all of K)"
-            raise ArgumentError("format", text, constraint, "write w4a16-g128")
+            remedy = f"{did_you_mean(text, _names())}write a format as w4a16-g128"
+            raise ArgumentError(argument, text, constraint, remedy)
         return Format(family.name, None if group == "K" else int(group), bool(found[3]))
 
     def __str__(self) -> str:
@@ -209,6 +211,15 @@ class Format:
             options.setdefault("symmetric", self.symmetric)
         make = module.fp8.quantize if self.family == "w4a8-e4m3" else module.quantize
         return make(weight, group_size=size, bias=bias, **options)
+
+
+def _names() -> list[str]:
+    """All words that name a format."""
+    found = []
+    for name, family in FAMILIES.items():
+        sizes = ["", *(f"-g{size}" for size in family.groups), *["-gK"] * family.one_group]
+        found += [f"{name}{size}{end}" for size in sizes for end in ["", *["-sym"] * family.choices]]
+    return found
 
 
 def family_of(weight: Any, argument: str = "weight") -> Family:

@@ -16,9 +16,14 @@ from terrazzo.ops import weights
 from terrazzo.ops.shards import BY_ROW
 from torch import nn
 
+APART = "quantize them alike, or keep these layers apart"
 
-def join(parts: Sequence[Any], argument: str = "parts") -> Any:
+
+def join(parts: Sequence[Any], argument: str = "parts", names: Sequence[str] | None = None, remedy: str = APART) -> Any:
     """The packed weight [N1 + N2 + ..., K] of packed or canonical weights [Ni, K] of one format.
+
+    Args:
+        names, remedy: what errors call the parts, and what they say to do.
 
     Raises:
         ArgumentError: no weights, or unlike ones: other families, groups, scale dtypes, input features, or another
@@ -29,24 +34,30 @@ def join(parts: Sequence[Any], argument: str = "parts") -> Any:
     targets = {part.target for part in parts if hasattr(part, "target")}
     target = targets.pop() if len(targets) == 1 else None
     canonical = [part.unpack() if hasattr(part, "unpack") else part for part in parts]
-    first = canonical[0]
+    first, called = canonical[0], names or [f"{argument}[{at}]" for at in range(len(parts))]
     if not is_dataclass(first) or not hasattr(first, "codes"):
         raise ArgumentError(argument, weights.kind(first), "must be packed or canonical weights", "quantize them first")
     if any(type(part) is not type(first) for part in canonical):
-        seen = " and ".join(dict.fromkeys(map(weights.kind, canonical)))
-        raise ArgumentError(argument, seen, "must be of one format", "quantize them alike")
+        raise ArgumentError(argument, dict(zip(called, map(described, canonical))), "must be of one format", remedy)
     made: dict[str, Any] = {}
     for field in sorted(fields(first), key=lambda field: field.name in BY_ROW):  # group_size before its scales
         values = [getattr(part, field.name) for part in canonical]
         if field.name in BY_ROW and any(torch.is_tensor(value) for value in values):
             made[field.name] = _rows(field.name, values, canonical)
         elif not _same(values):
-            seen = " and ".join(str(value if not torch.is_tensor(value) else "a vector") for value in values[:2])
-            constraint = "must be the same for layers that one product joins"
-            raise ArgumentError(field.name, seen, constraint, "keep these layers apart, or quantize them alike")
+            seen = {name: "a vector of its own" if torch.is_tensor(it) else it for name, it in zip(called, values)}
+            raise ArgumentError(field.name, seen, "must be the same for layers that one product joins", remedy)
         else:
             made[field.name] = values[0]
     return replace(first, **made).pack(target=target)
+
+
+def described(weight: Any) -> str:
+    """A canonical weight's operator and group in a message, "w4a16-g64"; of a float one its dtype."""
+    if torch.is_tensor(weight):
+        return weights.dtype_name(weight)
+    group = getattr(weight, "group_size", None)
+    return weights.kind(weight).partition(".")[0] + (f"-g{group if group != weight.k else 'K'}" if group else "")
 
 
 def rows_of(canonical: Any, part: slice) -> Any:

@@ -11,13 +11,13 @@ from terrazzo.lowering.errors import ArgumentError, ToolchainError
 from terrazzo.lowering.targets import Target
 from terrazzo.nn import claims, foreign
 from terrazzo.nn.dense import Dense
-from terrazzo.nn.formats import Format
+from terrazzo.nn.formats import FAMILIES, Format
 from terrazzo.nn.linear import Linear
 from terrazzo.nn.parallel import SharedHead, TensorParallel, shared_heads
 from terrazzo.nn.sources import Published, Report, Source, Stored, quantized
 from terrazzo.ops import weights
-from terrazzo.ops.attention.format import PRESETS
-from terrazzo.ops.formats.kv import FORMATS, get_format
+from terrazzo.ops.attention.pairs import pair_of
+from terrazzo.ops.formats.kv import FORMATS
 from terrazzo.ops.shards import Cut
 
 DTYPES = ("float16", "bfloat16")
@@ -55,12 +55,13 @@ def load(
         config: transformers config; None reads the folder's.
         device: None takes "cuda" where there is a GPU. dtype: float16 or bfloat16; None takes the config's, or float16
             for others.
-        kv: format of keys and values: a pair ("int4_channel64", "int4"), one name for both, or "int4", "int2" or
-            "int8int4" for what is most accurate at these bits (docs/kv-formats.md). None keeps `dtype`, or what the
-            folder was saved with. Rotated keys come with a ring of 128 tokens in f16. Static ones ("fp8",
-            "int8_static") need a folder with scales: of `terrazzo quantize --calibration`, or a published one's
+        kv: format of keys and values: a pair ("int4_channel64", "int4") or "int4_channel64/int4", one name for both, or
+            "int4", "int2" or "int8int4" for what is most accurate at these bits (docs/kv-formats.md). None keeps
+            `dtype`, or what the folder was saved with. Rotated keys come with a ring of 128 tokens in f16. Static ones
+            ("fp8", "int8_static") need a folder with scales: of `terrazzo quantize --calibration`, or a published one's
             k_scale and v_scale.
         quantize: format for layers that the checkpoint has in float, as "w4a16-g128"; None keeps them in 16 bits.
+            Refused where there are none.
         lm_head: format for the head, or for the embedding's weights where it is tied to them, if the source has it in
             float; None keeps 16 bits. docs/benchmarks.md has the perplexity.
         options: of the quantizer of layers. format: of the checkpoint's 4-bit layers, whatever its config says.
@@ -88,35 +89,34 @@ def load(
     _check_activations(activations, weight_only)
     ranks = TensorParallel.of(tensor_parallel)
     formats = kv_formats(kv if kv is not None else own.get("kv", weights_name(found)))
-    form = None if quantize is None else Format.parse(quantize)
-    head_form = None if lm_head is None else Format.parse(lm_head)
+    form = None if quantize is None else Format.parse(quantize, "quantize")
+    head_form = None if lm_head is None else Format.parse(lm_head, "lm_head")
 
     from terrazzo.nn.architectures import Builder, shape_of
 
     shape = shape_of(config)
     made: Source
     if own:
-        if form is not None:
-            raise ArgumentError("quantize", str(form), "the folder's weights are packed", "quantize the float model")
-        if weight_only:
-            constraint = "the folder's weights are packed, with the activations that they multiply"
-            remedy = "load the folder that they are from with weight_only=True, and save that"
-            raise ArgumentError("weight_only", True, constraint, remedy)
-        if activations is not None:
-            constraint = "the folder's weights are packed, with the activations that they multiply"
-            remedy = "load the folder that they are from with it, and save that"
-            raise ArgumentError("activations", activations, constraint, remedy)
+        given = dict(
+            quantize=form and str(form), weight_only=weight_only or None, activations=activations, format=format,
+            report=report and "a function", target=None if head_form is not None else target,
+        )  # fmt: skip
+        _check_packed(given)
         from terrazzo.ops.checkpoints import TensorFiles
 
         made = Stored(_Lazy(TensorFiles(source), to), to, found)
     else:
         from terrazzo.ops.checkpoints import Checkpoint
 
+        if isinstance(source, Mapping) and format is not None:
+            constraint = "is of a folder's layers, and source has float tensors"
+            raise ArgumentError("format", format, constraint, 'leave it out; quantize="w4a16-g128" packs them')
         checkpoint = None if isinstance(source, Mapping) else Checkpoint(source, format)
         state = source if isinstance(source, Mapping) else {}
         facts = dict(quantize=form, options=options, target=target, report=report, weight_only=weight_only)
         facts |= dict(activations=activations, cut_layers=cut_layers)
         made = Published(checkpoint, state, to, found, **facts)
+        _check_published(made, form, format, weight_only)
     claims.check_tensors(shape, made.names(), made.shape_of)
     static = tuple(shared_heads(scales, shape.kv_heads, ranks) for scales in _static(made, formats, shape))
     skeleton = model_module.skeleton(config)
@@ -125,6 +125,8 @@ def load(
     claims.check_ends(stated or skeleton.generation_config, "the folder")
     with torch.no_grad():
         builder = Builder(shape, made, rotaries, progress, ranks)
+        if head_form is not None and any(map(made.packs, builder.head_names)):
+            raise ArgumentError("lm_head", str(head_form), "the source's head is quantized already", "leave it out")
         decoder = builder.decoder()
         skeleton.lm_head = _head(builder.head(decoder), head_form, found, target)
     if activations is not None and not made.quantizes_activations:
@@ -134,6 +136,8 @@ def load(
         )
     skeleton.model = model_module.Body(decoder, builder.own, formats, max_tokens, skeleton.config, static, ranks)
     skeleton.config.dtype = found
+    if not isinstance(source, Mapping):  # where its tokenizer lies, whoever made the config
+        skeleton.name_or_path = str(Path(source).absolute())
     if stated is not None:
         skeleton.generation_config = stated
     return skeleton.eval()
@@ -160,6 +164,29 @@ def _check_options(options: Any, quantize: Any, target: Any, max_tokens: Any, we
         raise ArgumentError("weight_only", weight_only, "must be True or False", "leave it out to follow the folder")
     if target is not None:
         Target.parse(target)
+
+
+def _check_packed(given: Mapping[str, Any]) -> None:
+    """Of `load` from a folder that Terrazzo packed: what says how weights are packed comes too late."""
+    for name, value in given.items():
+        if value is not None:
+            constraint = "the folder's weights are packed, with the activations that they multiply"
+            remedy = "leave it out, or load the folder that they are from with it, and save that"
+            raise ArgumentError(name, value, constraint, remedy)
+
+
+def _check_published(source: Published, form: Format | None, format: str | None, weight_only: bool) -> None:
+    """Of `load` from other folders: what would change nothing there, or contradicts itself."""
+    if form is not None and source.layers and not source.has_float_layers():
+        constraint = f"is for float layers, and all of the folder are quantized (as {next(iter(source.layers))})"
+        remedy = "leave it out to load them as they are, or load the folder of the float model with it"
+        raise ArgumentError("quantize", str(form), constraint, remedy)
+    if format is not None and not source.layers:
+        remedy = 'leave it out; quantize="w4a16-g128" packs float layers'
+        raise ArgumentError("format", format, "is of quantized layers, and the folder has none", remedy)
+    if form is not None and weight_only and FAMILIES[form.family].quantizes_activations:
+        constraint = f"keeps activations in 16 bits, and quantize={str(form)!r} quantizes them"
+        raise ArgumentError("weight_only", True, constraint, "pass one of the two, or quantize='w4a16-g128'")
 
 
 def _check_activations(activations: Any, weight_only: bool) -> None:
@@ -230,19 +257,7 @@ def kv_formats(kv: Any) -> tuple[str, str]:
     Raises:
         ArgumentError: names `kv`: no such format, or none for its role.
     """
-    if isinstance(kv, str) and kv in PRESETS:
-        return PRESETS[kv]
-    pair = (kv, kv) if isinstance(kv, str) else tuple(kv) if isinstance(kv, tuple | list) else (kv, kv)
-    if len(pair) != 2:
-        raise ArgumentError("kv", kv, "must be one format or a pair", "kv=('int4_channel64', 'int4')")
-    if isinstance(kv, str) and kv in FORMATS and not FORMATS[kv].for_values:
-        pair = (kv, f"int{FORMATS[kv].storage[1:]}")
-    for name, role in zip(pair, ("keys", "values")):
-        try:
-            get_format(name, role)
-        except ArgumentError as error:
-            raise ArgumentError("kv", name, f"for {role}: {error.constraint}", error.remedy) from None
-    return pair
+    return pair_of(kv)
 
 
 def needs_scales(formats: tuple[str, str]) -> list[str]:

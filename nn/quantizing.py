@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn import claims, loading
-from terrazzo.nn.calibrating import Calibration
+from terrazzo.nn.calibrating import CALIBRATED, Calibration
 from terrazzo.nn.formats import Format
 from terrazzo.nn.joined import rows_of
 from terrazzo.nn.quantized_folder import QuantizedFolder, digest_of, read_files
@@ -53,8 +53,8 @@ def quantize_folder(
             "int8_static") need `calibration`, whose largest keys and values make their scales.
         device: where weights are quantized, None for a GPU where there is one. dtype, options: see `load`.
         calibration: token numbers [sequences, length] of some text, which the float model reads a layer at a time:
-            W4Ax takes the order of its channels from that, W4A8 its smooth vectors, and all search ranges of codes
-            where channels that read more count more.
+            W4Ax takes the order of its channels from that, W4A8 its smooth vectors. These, W4A16 and W4A8 on e4m3
+            search ranges of codes where channels that read more count more. Other formats refuse it.
         target: architecture to pack for; None the device's.
         verify: the source of a stopped run is compared by all its bytes. False leaves out files whose size and times
             are as they were.
@@ -80,6 +80,9 @@ def quantize_folder(
     formats = loading.kv_formats(kv if kv is not None else loading.weights_name(found))
     if calibration is None and (static := loading.needs_scales(formats)):
         raise ArgumentError("calibration", None, f"kv={static[0]!r} needs to see keys and values", TEXT)
+    if calibration is not None and not (form.family in CALIBRATED or loading.needs_scales(formats)):
+        constraint = f"{form} takes nothing from a text: {', '.join(CALIBRATED)} do, and static formats of kv"
+        raise ArgumentError("calibration", "a text", constraint, "leave it out, or name another format")
     checkpoint = Checkpoint(source)
     if checkpoint.layers():
         raise ArgumentError("source", str(source), "has quantized layers already", "terrazzo.load reads them")
@@ -125,7 +128,7 @@ def quantize_folder(
             errors |= found_errors
             if progress is not None:
                 progress(index + 1, shape.layers)
-        rest = _rest(builder, shape)
+        rest = _rest(builder, shape) | model_module.refusal_state()
         if watched is not None:
             rest |= model_module.static_state(*watched.static(formats))
         files["model-rest.safetensors"], _ = out_folder.write("model-rest.safetensors", rest, {})
@@ -133,7 +136,7 @@ def quantize_folder(
         size = sum((folder / name).stat().st_size for name in files)
         out_folder.write_json(model_module.INDEX, {"metadata": {"total_size": size}, "weight_map": places})
         skeleton.config.dtype = found
-        model_module.write_configs(folder, skeleton.config, formats, generation)
+        model_module.write_configs(folder, skeleton.config, formats, generation, source)
         out_folder.finish()
     return errors
 

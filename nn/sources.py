@@ -14,7 +14,7 @@ from terrazzo.lowering.targets import Target
 from terrazzo.nn.dense import Dense
 from terrazzo.nn.experts import Experts
 from terrazzo.nn.formats import Format
-from terrazzo.nn.joined import JoinedLinear, join
+from terrazzo.nn.joined import JoinedLinear, described, join
 from terrazzo.nn.linear import Linear
 from terrazzo.nn.module import stored_weight
 from terrazzo.ops import mxfp4 as mxfp4_weights
@@ -31,6 +31,12 @@ CUT = ("world", "unit", "parts", *ORDERS)
 
 AGAIN = re.compile(r"consolidated[\w.-]*\.safetensors")
 """Files that hold the whole model once more, in its authors' own names."""
+FLOAT_LAYER = re.compile(r".*layers\.\d+\..*(\w_proj|\bw[123])(\.weight)?")
+"""Names that weights of products have where they are float; those of FP8 layers have them, too."""
+
+ALIKE = 'export the model again with one setting for these layers, or load its float folder with quantize="w4a16-g128"'
+LEFT_OUT = {"awq": "modules_to_not_convert", "gptq": "a '-:' rule of dynamic", "compressed-tensors": "ignore"}
+"""Where a config names what an exporter leaves in 16 bits, by its method."""
 
 Report = Callable[[str, Any, torch.Tensor | None], None]
 """Called with the name of a layer, its packed weight, and the float one that it was quantized of, or None."""
@@ -70,6 +76,10 @@ class Source:
     def shape_of(self, name: str) -> Sequence[int]:
         """Of one tensor, unread where it lies in a file."""
         return tuple(self.read(name).shape)
+
+    def packs(self, name: str) -> bool:
+        """Whether a layer, by its published name, is quantized here."""
+        return self.has(f"{name}.words")
 
     def scales(self, part: str, shape: Any) -> torch.Tensor | None:
         """float32 scales of keys ("k") or values ("v") that kernels read, for all layers, or None."""
@@ -132,6 +142,14 @@ class Published(Source):
     def has(self, name: str) -> bool:
         return name in self.checkpoint.places if self.checkpoint is not None else name in self.tensors
 
+    def packs(self, name: str) -> bool:
+        return name in self.layers
+
+    def has_float_layers(self) -> bool:
+        """Whether a product of a decoder layer has float weights."""
+        found = (name.removesuffix(".weight") for name in self.names() if FLOAT_LAYER.fullmatch(name))
+        return any(name not in self.layers for name in found)
+
     def read(self, name: str) -> torch.Tensor:
         self.seen.add(name)
         return super().read(name) if self.checkpoint is None else self.checkpoint.tensor(name, self.device)
@@ -167,6 +185,11 @@ class Published(Source):
 
     def float_of(self, name: str, cut: Cut | None = None) -> torch.Tensor:
         """One tensor of 16 bits or more, or a part of it: bytes without their scales are not the weight."""
+        if (layer := name.removesuffix(".weight")) in self.layers:
+            constraint = "is quantized: embeddings, routers and norms are read in 16 bits or more"
+            where = LEFT_OUT.get(self.checkpoint.config.method, "what the exporter leaves out")
+            remedy = f"export the model again with this layer in {where}, or load the float folder with quantize="
+            raise ArgumentError(layer, self.layers[layer], constraint, f'{remedy}"w4a16-g128"')
         found = self.take(name, cut)
         if not found.is_floating_point() or found.element_size() < 2:
             constraint = "must be float of 16, 32 or 64 bits: its scales are not read"
@@ -233,13 +256,15 @@ class Published(Source):
                 remedy = "take the checkpoint's own config.json"
                 raise ArgumentError(name, f"{seen} outputs", f"must have {rows} by the config", remedy)
         if not any(isinstance(part, tuple) for part in parts):
-            made = join(_at_one_scale(parts, names), names[0])
+            made = join(_at_one_scale(parts, names), names[0], names, ALIKE)
             self.report(own, made, None)
             return made
         if not all(isinstance(part, tuple) for part in parts):
-            seen = [name for name, part in zip(names, parts) if isinstance(part, tuple)]
-            constraint = "layers that one product joins must all be quantized, or none"
-            raise ArgumentError("path", seen, f"is float beside quantized layers: {constraint}", "quantize them alike")
+            each = [described(part[0] if isinstance(part, tuple) else part) for part in parts]
+            constraint = (
+                "one is float beside quantized layers: those that one product joins must all be quantized, or none"
+            )
+            raise ArgumentError("path", dict(zip(names, each)), constraint, ALIKE)
         if len({w.shape[1] for w, _ in parts}) > 1:
             seen = {name: list(w.shape) for name, (w, _) in zip(names, parts)}
             raise ArgumentError("path", seen, "layers of one input must have one K", "get the checkpoint again")

@@ -18,6 +18,7 @@ from terrazzo.lowering import graphs
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn import claims, foreign
 from terrazzo.nn.architectures import Shape
+from terrazzo.nn.carried import carry
 from terrazzo.nn.config_fields import check_length
 from terrazzo.nn.decoder import Decoder, Rotary, positions_of
 from terrazzo.nn.generation import DecodeStep
@@ -340,6 +341,9 @@ class Causal:
     def save_pretrained(self, save_directory: str | Path, max_shard_size: str = "5GB", **kwargs: Any) -> None:
         """Write packed weights as they are, config and generation config: a folder that `terrazzo.load` reads.
 
+        Tokenizer, chat template and the like are copied from the folder that the model was loaded from
+        (`name_or_path`). transformers without Terrazzo refuses the folder.
+
         Args:
             max_shard_size: of a safetensors file.
 
@@ -356,8 +360,8 @@ class Causal:
         tied = getattr(self.lm_head, "weight", None)
         if tied is None or tied.data_ptr() != self.decoder.embed_tokens.weight.data_ptr():
             state |= {f"lm_head.{name}": t for name, t in self.lm_head.state_dict().items()}
-        write_state(folder, state | static_state(*self.model.static), max_shard_size)
-        write_configs(folder, self.config, self.model.formats, self.generation_config)
+        write_state(folder, state | static_state(*self.model.static) | refusal_state(), max_shard_size)
+        write_configs(folder, self.config, self.model.formats, self.generation_config, self.name_or_path)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, **options: Any) -> Any:
@@ -415,16 +419,29 @@ def write_state(folder: Path, state: dict[str, torch.Tensor], max_shard_size: st
                 os.remove(folder / name)
 
 
-def write_configs(folder: Path, config: Any, formats: tuple[str, str], generation: Any) -> None:
-    """config.json, which says that weights are packed, and generation_config.json."""
+def refusal_state() -> dict[str, torch.Tensor]:
+    """A tensor for a folder's files at which transformers without Terrazzo stops.
+
+    It would warn of an unknown `quant_method` and fill the model with random numbers. A weight of another shape than
+    the model's is an error in all of its releases and classes.
+    """
+    return {"model.norm.weight": torch.empty(0)}
+
+
+def write_configs(
+    folder: Path, config: Any, formats: tuple[str, str], generation: Any, source: str | Path | None
+) -> None:
+    """config.json, which says that weights are packed, generation_config.json, and what `carry` takes from `source`."""
     config = deepcopy(config)
     config.quantization_config = {"quant_method": METHOD, "version": VERSION, "kv": list(formats)}
+    config.architectures = [class_of(AutoModelForCausalLM._model_mapping[type(config)]).__name__]  # engines ask for it
     with tensor_files.named("folder", folder), tempfile.TemporaryDirectory() as place:
         config.save_pretrained(place)
-        if generation is not None:
-            generation.save_pretrained(place)
+        if generation is not None:  # save_pretrained would refuse settings that published files have
+            generation.to_json_file(Path(place, "generation_config.json"))
         for name in sorted(os.listdir(place)):
             tensor_files.write_bytes(folder / name, Path(place, name).read_bytes(), "folder")
+    carry(source, folder)
 
 
 @cache

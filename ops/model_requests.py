@@ -158,6 +158,13 @@ class Plan:
     layouts: dict[str, str] = field(default_factory=dict)
 
 
+def is_packed(path: str | Path) -> bool:
+    """Whether a folder's config.json says that Terrazzo packed it, and of what model."""
+    config = _config(Path(path)) or {}
+    stated = config.get("quantization_config")
+    return isinstance(stated, dict) and stated.get("quant_method") == "terrazzo" and "model_type" in config
+
+
 def of_folder(path: str | Path, weights: Weights, *, all_skipped: bool = False, target: Target | None = None) -> Model:
     """A Hugging Face folder: its quantized layers, or, where it has none, those of its config.json.
 

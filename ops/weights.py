@@ -326,7 +326,9 @@ def device_of(device: Any) -> torch.device:
     try:
         found = torch.device("cuda", device) if type(device) is int else torch.device(device)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        constraint = "must be a device: the bytes of a weight have no other dtype"
+        constraint = "must be a device"
+        if isinstance(device, torch.dtype):
+            constraint += ": the bytes of a weight have no other dtype"
         raise ArgumentError("device", device, constraint, "pass 'cuda', 'cuda:1', 0 or 'cpu'") from error
     if found.type == "cuda":
         if not torch.cuda.is_available():

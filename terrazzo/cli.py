@@ -1,7 +1,7 @@
 """The `terrazzo` command.
 
     terrazzo info | ops | layout | compile | cache list|clear|verify | config compiler | tune | quantize |
-    serve-check | demo | bench
+    generate | chat | serve-check | demo | bench
 
 Exit codes: 0 done, 1 something that was asked for failed (a kernel that does not compile, a damaged cache entry), 2 bad
 input, with one line on stderr that says what is wrong and what to do.
@@ -21,6 +21,7 @@ from terrazzo.command_line import Group
 from terrazzo.commands_cache import cache_group
 from terrazzo.commands_compile import compile_command
 from terrazzo.commands_config import config_group
+from terrazzo.commands_generate import chat, generate
 from terrazzo.commands_info import info, layout, ops
 from terrazzo.commands_quantize import quantize
 from terrazzo.commands_run import bench, demo
@@ -44,6 +45,8 @@ for _command in (
     config_group,
     tune_group,
     quantize,
+    generate,
+    chat,
     serve_check,
     demo,
     bench,

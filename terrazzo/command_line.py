@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Iterable
@@ -12,6 +11,8 @@ import click
 from terrazzo.lowering import errors
 from terrazzo.lowering.data_files import MOST
 from terrazzo.lowering.errors import ArgumentError, TargetError
+from terrazzo.lowering.spelling import closest as closest
+from terrazzo.lowering.spelling import did_you_mean
 
 _PARAMETERS = {
     "group_size": "group", "m": "ms", "n": "shapes", "k": "shapes", "kv_heads": "heads", "k_format": "kv",
@@ -21,22 +22,6 @@ _PARAMETERS = {
 _LONG = 500  # characters of a value, of which only the ends are shown
 _CALLS = re.compile(r"\b\w+(\.\w+)*\([^)]*\)")
 """A remedy that speaks of calls is no remedy on a command line."""
-
-
-def closest(word: str, known: Iterable[str]) -> str | None:
-    """The known name that a misspelt one most likely stands for, or None."""
-    names = sorted(known, key=len)
-    if not word.strip():
-        return None
-    found = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.6)
-    found = found or [name for name in names if len(word) > 2 and word.lower() in name]
-    return found[0] if found else None
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`did you mean 'x'? ` or nothing."""
-    found = closest(word, known)
-    return f"did you mean {found!r}? " if found else ""
 
 
 def option_of(command: click.Command, argument: str) -> click.Parameter | None:
@@ -198,23 +183,32 @@ class Dtype(click.ParamType):
 
 
 class Formats(click.ParamType):
-    """Formats of keys and values, int4/int4; "none" becomes NO_CACHE."""
+    """Formats of keys and values as `terrazzo.load` takes them, int8 or int4_channel64/int4.
+
+    Args:
+        none: whether the word "none" is one, which becomes NO_CACHE.
+    """
 
     name = "KEYS/VALUES"
 
+    def __init__(self, none: bool = False) -> None:
+        self.none = none
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        from terrazzo.ops.attention.pairs import pair_of
         from terrazzo.ops.formats.kv import FORMATS
 
-        if value == "none":
+        if isinstance(value, tuple):
+            return value
+        if self.none and value == "none":
             return NO_CACHE
-        first, slash, second = value.partition("/")
-        if not (first and slash and second):
-            self.fail(f"{brief(value)}: write two formats with a slash between, as int4/int4, or none", param, ctx)
-        for part in (first, second):
-            if part not in FORMATS:
-                hint = did_you_mean(part, FORMATS)
-                self.fail(f"{brief(part)} is no format of keys or values: {hint}see `terrazzo ops`", param, ctx)
-        return first, second
+        try:
+            return pair_of(value)
+        except ArgumentError as error:
+            if error.value in FORMATS or (error.value == value != "" and "/" in value):
+                self.fail(f"{brief(value)}: {error.constraint}; {error.remedy}", param, ctx)
+            none = ", or none" if self.none else ""
+            self.fail(f"{brief(error.value)} is no format of keys or values: {error.remedy}{none}", param, ctx)
 
 
 NO_CACHE = ("", "")

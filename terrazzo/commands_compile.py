@@ -42,7 +42,7 @@ _FOLDER = click.Path(exists=True, path_type=Path)
 @click.option("--target", type=TargetName(), help="sm_80 to sm_120a, or nvidia/... Default: this machine's GPU.")
 @click.option("--tensor-parallel", type=click.IntRange(1, 1024), default=1, show_default=True, help="Ranks.")
 @click.option("--max-tokens", type=click.IntRange(1, 1 << 24), help="Of one step, at most. Default: any number.")
-@click.option("--kv", type=Formats(), multiple=True, help="Keys/values as int4/int4, or none; may be repeated.")
+@click.option("--kv", type=Formats(none=True), multiple=True, help="As int8, int4/int4, or none; may be repeated.")
 @click.option("--kv-cache-dtype", "caches", multiple=True, help="A cache of vLLM's on our attention; may be repeated.")
 @click.option("--m", "ms", type=Counts(), help="Numbers of tokens to serve, 1,16,256. Default: every M.")
 @click.option("--dtype", type=Dtype("f16", "bf16"), help="Activations and output. Default: the checkpoint's, else f16.")
@@ -170,6 +170,8 @@ _BY_HAND = {"heads", "head_dim", "prefill"}
 _WHOLE = {"tensor_parallel", "max_tokens", "caches"}
 _STATED = {"symmetric", "scale_dtype", "group"}
 """Options that a checkpoint of quantized layers states."""
+_NOT_OF_PACKED = {"op", "max_tokens", "caches", "numerics", "dequantization", "q_lens"}
+"""Options of engines' steps, and of layers that could be read in more than one way."""
 
 
 def _check_options(options: dict[str, Any], whole: bool, shapes: bool) -> None:
@@ -222,6 +224,9 @@ def _add_model(wanted: _Wanted, source: Path | str, at: Target, options: dict[st
     """Everything of a Hugging Face folder, or of a model of the table."""
     from terrazzo.ops import model_requests
 
+    if isinstance(source, Path) and model_requests.is_packed(source):
+        return _add_packed(wanted, source, at, options)
+
     op, dequantization = options["op"], options["dequantization"]
     linear = op != "attention"
     operator = op if linear else None
@@ -252,6 +257,24 @@ def _add_model(wanted: _Wanted, source: Path | str, at: Target, options: dict[st
         form += [*["static"] * kind.static, *["zero points of x"] * kind.zeros]
         what = f"{kind.experts} x {kind.leaf}" if kind.experts else kind.leaf
         wanted.kinds.append((what, kind.operator, kind.n, kind.k, " ".join(filter(None, form)), len(names)))
+
+
+def _add_packed(wanted: _Wanted, folder: Path, at: Target, options: dict[str, Any]) -> None:
+    """Everything of a folder that `terrazzo quantize` or `save_pretrained` wrote; its files say what its layers are."""
+    import torch
+    from terrazzo.nn.hollow import requests
+
+    _check_stored(folder)
+    for parameter in _given():
+        if parameter.name in _NOT_OF_PACKED:
+            raise click.UsageError(f"{parameter.opts[0]}: {folder} is packed by Terrazzo, and its files say it")
+    kv = [it for it in options["kv"] if it != NO_CACHE] if options["kv"] else [None]
+    dtype = None if options["dtype"] is None else getattr(torch, options["dtype"])
+    facts = dict(dtype=dtype, page=options["page"], ranks=options["tensor_parallel"])
+    found, layouts = requests(folder, kv, options["ms"], at, **facts)
+    wanted.requests |= dict.fromkeys(found)
+    wanted.layouts |= layouts
+    wanted.models.append(folder.name)
 
 
 def _of_engine(model: Any, at: Target, options: dict[str, Any]) -> dict[Any, None]:

@@ -45,12 +45,15 @@ def compiler_command(python: Path | None, unset: bool, as_json: bool) -> None:
 def describe(report: dict) -> list[str]:
     """A compiler's report as lines of text, the first one saying who compiles."""
     lines = ["this environment compiles" if report["python"] is None else report["python"]]
+    if report["python"] is None and (report["missing"] or report["problem"]):
+        lacks = ", ".join(report["missing"] or ()) or "a compiler that works"
+        lines = [f"none: this environment lacks {lacks}, and runs kernels that are ready"]
     if report["named_by"] is not None:
         lines[0] += f", named by {report['named_by']}"
     if report["toolchain"] is not None:
         known = {name.replace("_", "-"): version for name, version in report["toolchain"].items() if version}
         lines.append(", ".join(f"{name} {version}" for name, version in known.items()) or "no compiler was found")
-    if report["missing"]:
+    if report["missing"] and report["python"] is not None:
         lines.append(f"missing: {', '.join(report['missing'])}")
     if report["problem"]:
         lines.append(report["problem"])

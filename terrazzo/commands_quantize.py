@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-from terrazzo.command_line import TRUST, Command, TargetName
-from terrazzo.console import console, json_option, print_json, print_table
+from terrazzo.command_line import TRUST, Command, Formats, TargetName
+from terrazzo.console import json_option, layers_progress, print_json, print_table
 
 MOST_TOKENS = 1 << 22
 LETTERS = 32
@@ -27,7 +27,7 @@ SHOWN = 10
     show_default=True,
     help="As w4a16-g64, w4a16-gK-sym, w4a8, mxfp4, nvfp4, w8a16, fp8.",
 )
-@click.option("--kv", help="Keys and values that the folder names, as int8 or int4_channel64/int4. Default: 16 bits.")
+@click.option("--kv", type=Formats(), help="Keys and values that the folder names: int8, int8/int4. Default: 16 bits.")
 @click.option("--device", help="Where weights are quantized. Default: cuda where there is a GPU.")
 @click.option("--dtype", type=click.Choice(["f16", "bf16"]), help="Of activations. Default: the model's, or f16.")
 @click.option(
@@ -50,7 +50,7 @@ def quantize(
     folder: Path,
     out: Path,
     form: str,
-    kv: str | None,
+    kv: tuple[str, str] | None,
     device: str | None,
     dtype: str | None,
     calibration: Path | None,
@@ -62,33 +62,30 @@ def quantize(
 ) -> None:
     """Quantize a float Hugging Face model, layer by layer, to a folder that terrazzo.load reads.
 
-    A run that was stopped goes on where it was when it is started again.
+    A run that was stopped goes on where it was when it is started again. Where stderr is no terminal, lines there say
+    how far it is.
     """
     import torch
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from terrazzo.nn.quantizing import quantize_folder
 
-    formats = tuple(kv.split("/")) if kv and "/" in kv else kv
+    if calibration is None and _is_given("tokens"):
+        raise click.UsageError("--tokens is of the text that --calibration names; give both")
     kind = {"f16": torch.float16, "bf16": torch.bfloat16, None: None}[dtype]
-    columns = (TextColumn("layers"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with ExitStack() as stack:
-        bar = Progress(*columns, console=console(stderr=True), disable=as_json)
-        task = bar.add_task("layers", total=None)
-
-        def note(done: int, total: int) -> None:
-            if not bar.tasks[0].total:  # bad input, said before the first layer, comes without a bar
-                stack.enter_context(bar)
-            bar.update(task, completed=done, total=total)
-
         text = None if calibration is None else _tokens_of(folder, calibration, tokens, trust_remote_code)
-        options = dict(kv=formats, device=device, dtype=kind, calibration=text, target=target)
+        options = dict(kv=kv, device=device, dtype=kind, calibration=text, target=target)
         options |= dict(verify=verify, trust_remote_code=trust_remote_code)
-        errors = quantize_folder(folder, out, form, **options, progress=note)
+        errors = quantize_folder(folder, out, form, **options, progress=layers_progress(stack, quiet=as_json))
     if as_json:
         return print_json({"out": str(out), "format": form, "errors": errors})
     worst = sorted(errors.items(), key=lambda item: -item[1])
     print_table(("layer", "error %"), [(name, round(100 * error, 2)) for name, error in worst[:SHOWN]])
     click.echo(f"{len(errors)} layers in {out}, the {min(SHOWN, len(worst))} with the largest errors above")
+
+
+def _is_given(name: str) -> bool:
+    """Whether an option stands on the command line."""
+    return click.get_current_context().get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
 
 
 def _tokens_of(folder: Path, path: Path, most: int, trust_remote_code: bool) -> Any:

@@ -6,7 +6,9 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 WIDTH_WITHOUT_TERMINAL = 100
+LINE_S = 5.0
+"""Seconds between two lines that say how far it is, where there is no terminal."""
 _NARROW = 14  # columns up to this width are never folded
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
@@ -80,6 +84,36 @@ def cell(value: Any) -> str:
     if isinstance(value, list | tuple):
         return " ".join(map(str, value)) or "-"
     return str(value)
+
+
+def layers_progress(stack: ExitStack, quiet: bool = False) -> Callable[[int, int], None]:
+    """What is told after each layer: a bar on a terminal, else lines on stderr, LINE_S apart and of the last layer.
+
+    Args:
+        stack: which ends the bar. quiet: show no bar.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    start = said = time.monotonic()
+    if not sys.stderr.isatty():
+
+        def line(done: int, total: int) -> None:
+            nonlocal said
+            if done == total or time.monotonic() - said >= LINE_S:
+                said = time.monotonic()
+                click.echo(f"layer {done} of {total}, {said - start:.0f} s", err=True)
+
+        return line
+    columns = (TextColumn("layers"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    bar = Progress(*columns, console=console(stderr=True), disable=quiet)
+    task = bar.add_task("layers", total=None)
+
+    def note(done: int, total: int) -> None:
+        if not bar.tasks[0].total:  # bad input, said before the first layer, comes without a bar
+            stack.enter_context(bar)
+        bar.update(task, completed=done, total=total)
+
+    return note
 
 
 def check_writable(option: str, path: Path | None) -> None:

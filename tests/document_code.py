@@ -108,7 +108,6 @@ def _write_models(names: set[str], place: Path) -> None:
         elif name == "packed":
             model = terrazzo.load(write_folder(place / "float"), quantize="w4a16-g64", device="cpu")
             model.save_pretrained(place / name)
-            byte_tokenizer().save_pretrained(place / name)
         else:
             write_folder(place / name)
     test_transformers.SIZES = sizes

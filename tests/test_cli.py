@@ -383,7 +383,7 @@ def test_attention_is_compiled_by_formats_and_heads(capsys, monkeypatch):
     assert {kernel["params"]["k_format"] for kernel in kernels} == {"int4_channel64", "int8"}
     assert all(kernel["params"]["page"] == 64 and kernel["params"].get("row_tiles", 2) == 2 for kernel in kernels)
     for option, word in (
-        ((), "--kv"), (("--kv", "int4"), "slash"), (("--kv", "int4/int4", "--heads", "x/8"), "32/8"),
+        ((), "--kv"), (("--kv", "int5"), "did you mean"), (("--kv", "int4/int4", "--heads", "x/8"), "32/8"),
         (("--kv", "int4/int4", "--shape", "8x8"), "--shape"), (("--kv", "int4/int3"), "'int3'"),
         (("--kv", "int4/int4", "--heads", "7/2"), "kv_heads"),
         (("--kv", "int4/int4", "--page", "24"), "--page: page_size 24: must be a positive multiple of 16"),

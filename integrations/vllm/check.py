@@ -8,6 +8,7 @@ from pathlib import Path
 
 from terrazzo.integrations.vllm import attention_core
 from terrazzo.integrations.vllm.weights import ACTIVATIONS, Wanted
+from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops.checkpoints.config import Config
 from terrazzo.ops.model_layers import Linear, joined, split
@@ -48,8 +49,9 @@ def check(folder: str | Path, target: Target, ranks: int = 1) -> list[Row]:
         target: what vLLM runs on. ranks: of tensor parallelism.
 
     Raises:
-        ArgumentError: no folder, or one that tells neither layers nor an architecture.
+        ArgumentError: no folder, or one that tells neither layers nor an architecture, or that Terrazzo packed.
     """
+    _check_not_packed(Path(folder))
     model = of_folder(folder, Weights(), all_skipped=True)
     config = Config.of_folder(Path(folder))
     if not model.stored:
@@ -72,6 +74,21 @@ def check(folder: str | Path, target: Target, ranks: int = 1) -> list[Row]:
             leaf = names[0].rpartition(".")[2]
             rows.append(Row(leaf, len(names), None, None, 0, "", reason, names[0]))
     return rows
+
+
+def _check_not_packed(folder: Path) -> None:
+    """vLLM has no method for what `terrazzo quantize` writes."""
+    try:
+        Config.of_folder(folder)
+    except ArgumentError as error:
+        if (error.argument, error.value) != ("quant_method", "terrazzo"):
+            raise
+        constraint = "says that Terrazzo packed these layers: terrazzo.load alone reads them, and vLLM does not"
+        remedy = (
+            "give vLLM a folder in AWQ, GPTQ or compressed-tensors, as llm-compressor writes them of the float model; "
+            "outside of vLLM `terrazzo generate` runs this one, and terrazzo.prepare compiles its kernels"
+        )
+        raise ArgumentError("quant_method", "terrazzo", constraint, remedy) from None
 
 
 def caches(folder: str | Path, target: Target) -> dict[str, str]:

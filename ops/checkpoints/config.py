@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.spelling import did_you_mean
 from terrazzo.ops.checkpoints import fields, files
 from terrazzo.ops.checkpoints.patterns import matches
 
@@ -468,7 +469,7 @@ def _activations(acts: dict[str, Any], bytes_: bool = False) -> str | None:
 
 def _format(format: Any) -> str | None:
     if format is not None and (not isinstance(format, str) or format not in FORMATS):
-        remedy = "pass the format that the checkpoint's page states"
+        remedy = f"{did_you_mean(format, FORMATS)}pass the format that the checkpoint's page states"
         raise ArgumentError("format", format, f"must be one of {tuple(FORMATS)}", remedy)
     return format
 

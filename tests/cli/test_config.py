@@ -30,6 +30,21 @@ def test_without_one_this_environment_compiles(capsys):
     assert json.loads(run(capsys, "--json")[1])["python"] is None
 
 
+@pytest.mark.parametrize(
+    ("lacks", "problem"), [(["tilelang"], None), (["tilelang", "nvcc"], None), (None, "nvcc cannot be run")]
+)
+def test_an_environment_that_cannot_compile_is_not_said_to(capsys, monkeypatch, lacks, problem):
+    known = {"tilelang": None, "tvm_ffi": "0.1.9", "nvcc": None, "toolkit": None}
+    report = {"python": None, "named_by": None, "toolchain": known, "missing": lacks, "problem": problem}
+    for module in ("environment", "compilers"):
+        monkeypatch.setattr(f"terrazzo.lowering.{module}.compiler_report", lambda: report)
+    code, out, _ = run(capsys)
+    assert code == 1 and "this environment compiles" not in out and all(name in out for name in lacks or [problem])
+    assert main(("info",)) == 0
+    (line,) = (it for it in capsys.readouterr().out.splitlines() if it.startswith("compiler"))
+    assert "this environment lacks" in line and "compiles" not in line
+
+
 def test_it_is_set_shown_and_forgotten(capsys, own_settings, monkeypatch):
     code, out, err = run(capsys, sys.executable)
     assert code == 0, err

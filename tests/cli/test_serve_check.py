@@ -76,3 +76,39 @@ def test_bad_input_is_one_line(capsys, tmp_path, monkeypatch, arguments, said):
     assert code == 2 and said in err and err.count("\n") == 1
     code, _, err = run(capsys, "serve-check", str(tmp_path))
     assert code == 2 and err.count("\n") == 1  # an empty folder
+
+
+def packed_folder(path):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    import terrazzo
+
+    from tests.nn.tiny_text import write_folder
+
+    model = terrazzo.load(write_folder(path / "float"), quantize="w4a16-g64", kv="int8", device="cpu")
+    model.save_pretrained(path / "p")
+    return path / "p"
+
+
+def test_a_packed_folder_is_compiled_and_for_vllm_refused_with_what_to_do(capsys, tmp_path):
+    """The kernels are those of the loaded model, though no weight is read."""
+    import terrazzo
+    from terrazzo.nn.preparing import kernel_requests
+
+    folder = packed_folder(tmp_path)
+    model = terrazzo.load(folder, device="cpu")
+    wanted = kernel_requests(model, [1, 16], target="sm_90a")
+    arguments = ("compile", str(folder), "--target", "sm_90a", "--dry-run")
+    code, out, _ = run(capsys, *arguments, "--m", "1,16", "--json")
+    counts = {}
+    for request in wanted:
+        counts[request.name] = counts.get(request.name, 0) + 1
+    assert code == 0 and json.loads(out)["kernels"] == counts
+    code, out, _ = run(capsys, *arguments, "--m", "1,16", "--kv", "none", "--json")
+    assert code == 0 and not [name for name in json.loads(out)["kernels"] if name.startswith("attention")]
+    code, out, _ = run(capsys, *arguments, "--m", "1,16", "--kv", "int4", "--json")
+    wanted = kernel_requests(model, [1, 16], kv=("int4_hadamard", "int4"), target="sm_90a")
+    assert code == 0 and json.loads(out)["total"] == len(wanted)
+    code, _, err = run(capsys, *arguments, "--numerics", "post")
+    assert code == 2 and "--numerics" in err and "packed by Terrazzo" in err
+    code, _, err = run(capsys, "serve-check", str(folder))
+    assert code == 2 and "vLLM does not" in err and "compressed-tensors" in err and err.count("\n") == 1

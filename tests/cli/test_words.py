@@ -91,6 +91,10 @@ def test_a_verb_that_looks_for_a_gpu_says_where_there_is_none(capsys, monkeypatc
     ("arguments", "words"),
     [
         (("--format", "w4a17"), "--format w4a17: must be one of"),
+        (("--format", "w4a16_g128"), "did you mean 'w4a16-g128'?"),
+        (("--kv", "int4_hadamrd"), "'int4_hadamrd' is no format of keys or values: did you mean 'int4_hadamard'?"),
+        (("--kv", "int4/int8/int2"), "must be one format or a pair"),
+        (("--tokens", "7"), "--tokens is of the text that --calibration names"),
         (("--kv", "fp8"), "--calibration: kv='fp8' needs to see keys and values"),
         (("--target", "sm_90"), "'sm_90' is no target: did you mean 'sm_90a'?"),
         ((), "is no folder with a config.json"),

@@ -227,6 +227,53 @@ def test_joined_layers_of_unlike_orders_are_refused_by_name(tmp_path):
         load(tmp_path, device="cpu")
 
 
+V = "model.layers.0.self_attn.v_proj"
+
+
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        ({"group_size": 32}, "group_size = .*q_proj': 64, .*k_proj': 64, .*v_proj': 32}"),
+        ({"bits": 8}, "q_proj': 'w4a16-g64', .*k_proj': 'w4a16-g64', .*v_proj': 'w8a16-g64'}.*one format"),
+        (None, "q_proj': 'w4a16-g64', .*v_proj': 'float16'}.*all be quantized, or none"),
+    ],
+    ids=["groups", "bits", "float"],
+)
+def test_joined_layers_of_unlike_settings_are_each_named_with_theirs(tmp_path, rule, says):
+    n, k = 128, 128
+    folder(tmp_path, "auto_round_sym", GPTQ | {"group_size": G, "sym": True, "dynamic": {f"+:{V}": rule or {}}})
+    held = {name: t for name, t in load_file(tmp_path / "model.safetensors").items() if not name.startswith(V)}
+    own = {"weight": torch.ones(n, k).half()}
+    if rule is not None:
+        bits, group = rule.get("bits", 4), rule.get("group_size", G)
+        own = {
+            "qweight": torch.zeros(k * bits // 32, n, dtype=torch.int32),
+            "qzeros": torch.full(
+                (k // group, n * bits // 32), 0x7F7F7F7F if bits == 8 else 0x77777777, dtype=torch.int32
+            ),
+            "scales": torch.ones(k // group, n).half(),
+        }
+    save_file(held | {f"{V}.{leaf}": t for leaf, t in own.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(ArgumentError, match=says) as said:
+        load(tmp_path, device="cpu")
+    assert "export the model again" in said.value.remedy and "keep these layers apart" not in said.value.remedy
+
+
+def test_a_quantized_embedding_or_router_is_named_and_no_shard_is_asked_for(tmp_path):
+    folder(tmp_path, "pack_asym")
+    held = load_file(tmp_path / "model.safetensors")
+    name = "model.embed_tokens"
+    size = held.pop(f"{name}.weight").shape
+    held |= {
+        f"{name}.weight_packed": torch.zeros(size[0], size[1] // 8, dtype=torch.int32),
+        f"{name}.weight_scale": torch.ones(size[0], size[1] // G).half(), f"{name}.weight_shape": torch.tensor(size),
+    }  # fmt: skip
+    save_file(held, tmp_path / "model.safetensors")
+    with pytest.raises(ArgumentError, match="embeddings, routers and norms are read in 16 bits") as said:
+        load(tmp_path, device="cpu")
+    assert said.value.argument == name and "ignore" in said.value.remedy and "shard" not in str(said.value)
+
+
 @pytest.mark.parametrize(
     ("stated", "says"),
     [
