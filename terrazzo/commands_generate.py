@@ -65,9 +65,7 @@ def chat(folder: Path, system: str | None, **options: Any) -> None:
     """Talk with the model in FOLDER: a line is a message. /new begins again, /exit or Ctrl-D ends it."""
     from terrazzo.lowering.errors import ArgumentError
 
-    answer, template = _model(folder, options)
-    if not template:
-        raise click.UsageError(f"{folder} has no chat template: `terrazzo generate {folder} TEXT` needs none")
+    answer, _ = _model(folder, options, talks=True)
     first = [{"role": "system", "content": system}] if system else []
     messages = list(first)
     while (line := _line()) is not None:
@@ -93,14 +91,17 @@ def _line() -> str | None:
     return line.strip() if line else None
 
 
-def _model(folder: Path, options: dict[str, Any]) -> tuple[Callable[..., str], bool]:
-    """What answers a prompt and prints it meanwhile, and whether the tokenizer has a chat template."""
+def _model(folder: Path, options: dict[str, Any], talks: bool = False) -> tuple[Callable[..., str], bool]:
+    """What answers a prompt and prints it meanwhile, and whether there is a chat template; `talks`: it must."""
     import torch
     from terrazzo.nn.foreign import tokenizer_of
     from terrazzo.nn.loading import load
     from terrazzo.nn.text import generate
 
     tokenizer = tokenizer_of(folder, options["trust_remote_code"])  # before the weights: what lacks is said at once
+    template = bool(getattr(tokenizer, "chat_template", None))
+    if talks and not template:
+        raise click.UsageError(f"{folder} has no chat template: `terrazzo generate {folder} TEXT` needs none")
     given = {name: options[name] for name in _LOADING}
     if given["dtype"] is not None:
         given["dtype"] = getattr(torch, given["dtype"])
@@ -113,4 +114,4 @@ def _model(folder: Path, options: dict[str, Any]) -> tuple[Callable[..., str], b
         seed = secrets.randbelow(1 << 31) if options["seed"] is None else options["seed"]  # torch's own is always alike
         return made(prompt, chat=chat, seed=seed)[0]
 
-    return answer, bool(getattr(tokenizer, "chat_template", None))
+    return answer, template

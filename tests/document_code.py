@@ -34,10 +34,6 @@ x = torch.randn(16, 512, device="cuda", dtype=torch.float16)
 import transformers, torch
 tokenizer = transformers.AutoTokenizer.from_pretrained("packed/")
 """,
-    "README": """
-import sys
-sys.argv = ["generate.py", "Llama/", "Why is the sky blue?"]
-""",
 }
 """Page -> what its reader has: arrays, layers, arguments."""
 
