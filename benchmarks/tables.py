@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
 from typing import Any
 
 from benchmarks import report
+
+HASH = re.compile(r"\b([0-9a-f]{7})[0-9a-f]{33}\b")
+"""A commit; prose has its beginning, the file of results all of it."""
 
 
 def setting(result: Mapping[str, Any], source: str) -> str:
@@ -14,10 +18,12 @@ def setting(result: Mapping[str, Any], source: str) -> str:
     notes = "".join(f" {note}." for note in result.get("notes", ()))
     copies = f"copies reach {result['copy_gb_s']:.0f} GB/s, " if result.get("copy_gb_s") else ""
     gpus = f"{result['gpus']} of" if result.get("gpus", 1) > 1 else "one"
-    return (
-        f"on {gpus} {result['gpu']}, {copies}torch {result['torch']}, {result['date']}, commit {result['commit']}. "
-        f"Source: [{source}]({source}).{notes}"
-    )
+    where = f"on {gpus} {result['gpu']}, {copies}torch {result['torch']}, {result['date']}, commit {result['commit']}. "
+    return f"{_short(where)}Source: [{source}]({source}).{_short(notes)}"
+
+
+def _short(text: str) -> str:
+    return HASH.sub(r"\1", text)
 
 
 def decode(result: Mapping[str, Any], source: str) -> str:

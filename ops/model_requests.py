@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from terrazzo.ops.w4ax import format as w4ax_format
 from terrazzo.ops.weight_only import grouped as weight_only_grouped
 from terrazzo.ops.weight_only import op as weight_only_op
 from terrazzo.schedules import records, rows
-from terrazzo.schedules.models import ARCHITECTURES, Architecture, get_model
+from terrazzo.schedules.models import ARCHITECTURES, Architecture, get_model, layer_counts
 
 OPERATORS = (*WEIGHT_ONLY, "w4a8", "w4a8_fp8", "mxfp4_fp8", "w8a8", "w8a8_fp8", "w4ax")
 SECONDS = {
@@ -132,6 +132,7 @@ class Model:
         architecture: None where it is not known.
         dtype: of activations, "float16" or "bfloat16". stored: whether a checkpoint quantized its layers.
         skipped: what is not served -> why.
+        depths: decoder layers, and those with experts, where `layers` has one of each kind; None where it has them all.
     """
 
     name: str
@@ -140,6 +141,15 @@ class Model:
     dtype: str
     stored: bool = False
     skipped: Mapping[str, str] = field(default_factory=dict)
+    depths: tuple[int, int] | None = None
+
+    def times(self, names: Iterable[str]) -> int:
+        """How many layers of the model these of `layers` stand for."""
+        depth, sparse = self.depths or (1, 1)
+        if self.depths is None:
+            return len(list(names))
+        of = lambda name: depth if name.startswith("attn.") else sparse if "expert" in name else depth - sparse
+        return sum(map(of, names))
 
 
 @dataclass
@@ -195,7 +205,8 @@ def of_folder(path: str | Path, weights: Weights, *, all_skipped: bool = False, 
         raise ArgumentError("folder", str(path), f"has no quantized layers, and {reason}", "see --model and --shape")
     dtype, stated = dtype or "float16", Config.of_folder(folder)
     weights = _stated(stated, weights, target) if stated.raw else weights
-    return Model(folder.name, weights.layers(architecture, dtype), architecture, dtype, bool(stated.raw), skipped)
+    own, depths = weights.layers(architecture, dtype), layer_counts(config)
+    return Model(folder.name, own, architecture, dtype, bool(stated.raw), skipped, depths)
 
 
 def _dtype(config: Mapping[str, Any]) -> str | None:

@@ -135,6 +135,22 @@ def _has_dense_layers(config: Mapping[str, Any]) -> bool:
     return bool(not sparse or config.get("mlp_only_layers") or config.get("first_k_dense_replace"))
 
 
+def layer_counts(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Decoder layers of a Hugging Face config.json, and those of them that have experts.
+
+    Raises:
+        ArgumentError: a number that is none.
+    """
+    config = next((part for part in (config.get("text_config"), config.get("llm_config")) if _is_model(part)), config)
+    depth, first = _count(config, "num_hidden_layers", 1), _count(config, "first_k_dense_replace", 0)
+    if not _experts(config):
+        return depth, 0
+    steps = [config.get(name) or 1 for name in ("decoder_sparse_step", "moe_layer_freq")]
+    step = max([it for it in steps if type(it) is int], default=1)
+    dense = config.get("mlp_only_layers") or ()
+    return depth, sum(at >= first and at not in dense and (at + 1) % step == 0 for at in range(depth))
+
+
 def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = config.get(name)
     value = default if value is None else value

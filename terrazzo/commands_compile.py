@@ -256,7 +256,7 @@ def _add_model(wanted: _Wanted, source: Path | str, at: Target, options: dict[st
         form += [kind.scale_dtype, *["symmetric"] * kind.symmetric, *["bias"] * kind.bias]
         form += [*["static"] * kind.static, *["zero points of x"] * kind.zeros]
         what = f"{kind.experts} x {kind.leaf}" if kind.experts else kind.leaf
-        wanted.kinds.append((what, kind.operator, kind.n, kind.k, " ".join(filter(None, form)), len(names)))
+        wanted.kinds.append((what, kind.operator, kind.n, kind.k, " ".join(filter(None, form)), model.times(names)))
 
 
 def _add_packed(wanted: _Wanted, folder: Path, at: Target, options: dict[str, Any]) -> None:

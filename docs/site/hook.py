@@ -17,6 +17,11 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[2]
 MORE = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/*.py", "benchmarks/results/*")
 LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)([^)]*\))")
+PICTURE = re.compile(r"^(!\[[^\]]*\]\()([^)\s]+\.svg)(\))$", re.MULTILINE)
+TITLE = "Mixed-precision operators for LLM inference"
+"""Of the first page, whose heading is the site's name."""
+FIGURE = ("## Figures\n", "## Figures\n\n![Perplexity added and speed, by format](docs/choosing.svg)\n")
+"""README has one picture and a table; the first page begins its figures with a plot."""
 MODULE = re.compile(r"^\| `(terrazzo[\w.]*)` \|", re.MULTILINE)
 
 
@@ -65,4 +70,8 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
         there = target.removeprefix("docs/") if target.startswith("docs/") else place(target)
         return f"{found[1]}{posixpath.relpath(there, posixpath.dirname(site) or '.')}{found[3]}"
 
-    return LINK.sub(moved, markdown)
+    if site == "index.md":
+        page.meta["title"] = TITLE
+        markdown = markdown.replace(*FIGURE, 1)
+    pictures = PICTURE.sub(r"[\1\2\3](\2)", markdown)  # a picture leads to itself alone, where it can be enlarged
+    return LINK.sub(moved, pictures)

@@ -19,6 +19,7 @@ METHODS = ("awq", "gptq", "compressed-tensors")
 _PARTS = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
           "up_proj": "gate_up_proj", "w1": "w13", "w3": "w13"}  # fmt: skip
 _ITS_OWN = "vLLM quantizes the activations of these layers, and has kernels of its own for that"
+_FLOAT = "weights are not quantized: `terrazzo quantize` is for terrazzo.load; llm-compressor makes folders for vLLM"
 _EXPERT = re.compile(r"(.*\bexperts)\.\d+\.(\w+)")
 
 
@@ -54,10 +55,6 @@ def check(folder: str | Path, target: Target, ranks: int = 1) -> list[Row]:
     _check_not_packed(Path(folder))
     model = of_folder(folder, Weights(), all_skipped=True)
     config = Config.of_folder(Path(folder))
-    if not model.stored:
-        reason = "weights are not quantized: `terrazzo quantize` makes folders for terrazzo.load, not for vLLM"
-        names = [name for names in model.layers.kinds.values() for name in names]
-        return [Row("all", len(names), None, None, 0, "", reason, names[0])]
     heads = model.architecture.kv_heads if model.architecture is not None else ranks
     layers = joined(split(model.layers, ranks, heads))
     every = {name for names in layers.kinds.values() for name in names}
@@ -65,9 +62,9 @@ def check(folder: str | Path, target: Target, ranks: int = 1) -> list[Row]:
     for kind, names in layers.kinds.items():
         whole = [name for name in dict.fromkeys(names) if not _is_part(name, every)]
         if whole:
-            reason = _refusal(kind, config, whole[0], model.dtype, target)
-            operator = "" if reason else kind.operator
-            rows.append(Row(kind.leaf, len(whole), kind.n, kind.k, kind.experts, operator, reason or "", whole[0]))
+            reason = _refusal(kind, config, whole[0], model.dtype, target) if model.stored else _FLOAT
+            operator, count = "" if reason else kind.operator, model.times(whole)
+            rows.append(Row(kind.leaf, count, kind.n, kind.k, kind.experts, operator, reason or "", whole[0]))
     for reason in dict.fromkeys(layers.skipped.values()):
         names = [name for name, why in layers.skipped.items() if why == reason and name != "attention"]
         if names:

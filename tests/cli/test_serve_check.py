@@ -33,6 +33,22 @@ def test_layers_are_counted_and_reasons_said(capsys, tmp_path):
     assert code == 0 and "0 of" in out and "not quantized" in out
 
 
+@pytest.mark.parametrize("stated", [{}, {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 64}}])
+def test_layers_that_a_config_alone_states_are_all_counted(capsys, tmp_path, stated):
+    """As vLLM joins them: qkv, o, gate_up and down; three layers have dense ones of the latter, four have experts."""
+    config = dict(
+        model_type="qwen3_moe", hidden_size=256, intermediate_size=512, moe_intermediate_size=128, num_experts=4,
+        num_experts_per_tok=2, num_hidden_layers=7, mlp_only_layers=[0, 2, 4], num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64,
+    )  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config | stated))
+    code, out, _ = run(capsys, "serve-check", str(tmp_path), "--target", "sm_90a", "--json")
+    counts = {(row["leaf"], row["experts"]): row["count"] for row in json.loads(out)["kinds"]}
+    mlps = {(name, experts): 4 if experts else 3 for name in ("gate_up_proj", "down_proj") for experts in (0, 4)}
+    assert code == 0 and counts == {("qkv_proj", 0): 7, ("o_proj", 0): 7, **mlps}
+    assert json.loads(out)["layers"] == 28 and json.loads(out)["terrazzo"] == (28 if stated else 0)
+
+
 def of_bytes(folder, dynamic: bool, weights: dict) -> str:
     """A folder of one int8 layer of compressed-tensors whose activations are int8 too."""
     acts = {"num_bits": 8, "type": "int", "strategy": "token" if dynamic else "tensor", "dynamic": dynamic}
