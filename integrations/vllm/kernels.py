@@ -14,8 +14,9 @@ from typing import Any
 
 from terrazzo.integrations.vllm.settings import Settings
 from terrazzo.integrations.vllm.weights import Wanted, family_of
+from terrazzo.lowering import cache
 from terrazzo.lowering.compilers import compiler
-from terrazzo.lowering.errors import BundleError, CompileError, ToolchainError
+from terrazzo.lowering.errors import BundleError, CompileError, TerrazzoError
 from terrazzo.lowering.kernels import is_ready
 from terrazzo.lowering.parallel import CompilePool
 from terrazzo.lowering.request import KernelRequest
@@ -67,13 +68,18 @@ def gate_requests(inner: int, operator: str, name: str, dtype: str, most: int, t
 
 
 def lacking(requests: Iterable[KernelRequest]) -> str | None:
-    """Why kernels cannot be had: they are in no cache or bundle, and nothing here compiles. None if they can."""
+    """Why kernels cannot be had: they are in no cache or bundle and nothing here compiles, or no cache can be used.
+
+    None if they can.
+    """
     try:
         missing = ", ".join(compiler().missing)
-        absent = [request for request in requests if not is_ready(request)] if missing else []
-    except ToolchainError as error:
+        absent = [request for request in requests if not is_ready(request)]
+        if absent and not missing:
+            cache.room()
+    except TerrazzoError as error:
         return str(error)
-    if not absent:
+    if not absent or not missing:
         return None
     return f"{len(absent)} kernels are not compiled yet, and {missing} is missing to do it; {INSTALL_COMPILER}"
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from terrazzo.integrations.vllm import experts, floats, linear
+from terrazzo.integrations.vllm import linear, v0_26
 from terrazzo.integrations.vllm.settings import OWN_CACHE
 
 
@@ -32,11 +33,12 @@ class TerrazzoLinearKernel(linear.LinearKernel):
         return False
 
 
-def register() -> None:
-    """See `terrazzo.integrations.vllm.register`."""
-    linear.register(TerrazzoLinearKernel)
-    floats.register()
-    experts.register()
+def parts() -> dict[str, Callable[[], None]]:
+    """What is registered, each part by itself; see `terrazzo.integrations.vllm.register`."""
+    return v0_26.parts() | {"linear layers": lambda: linear.register(TerrazzoLinearKernel), "attention": _attention}
+
+
+def _attention() -> None:
     if find_spec("vllm.v1.kv_cache_layout") is None:
         return  # releases in which a backend cannot say both what bytes a token has and in which order they lie
     linear.register_attention("terrazzo.integrations.vllm.attention_v0_33.TerrazzoBackend")

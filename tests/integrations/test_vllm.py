@@ -97,14 +97,14 @@ def test_releases_have_modules(version, module):
 
 
 def test_without_vllm_nothing_happens(monkeypatch):
-    monkeypatch.setattr(plugin, "_version", lambda metadata, name: None)
+    monkeypatch.setattr(plugin, "_version", lambda name: None)
     monkeypatch.setattr(plugin, "_registered", [])
     plugin.register()
     assert plugin._registered == [] and "terrazzo.integrations.vllm.experts" not in sys.modules
 
 
 def test_an_unknown_release_is_said(monkeypatch, caplog):
-    monkeypatch.setattr(plugin, "_version", lambda metadata, name: "0.40.0")
+    monkeypatch.setattr(plugin, "_version", lambda name: "0.40.0")
     monkeypatch.setattr(plugin, "_registered", [])
     with caplog.at_level(logging.WARNING, "vllm.terrazzo"):
         plugin.register()

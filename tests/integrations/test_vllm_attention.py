@@ -244,11 +244,15 @@ def backend(release: str) -> Any:
     return importlib.import_module(f"terrazzo.integrations.vllm.attention_{release}").TerrazzoBackend
 
 
+def register(release: str) -> None:
+    for part in importlib.import_module(f"terrazzo.integrations.vllm.{release}").parts().values():
+        part()
+
+
 @pytest.mark.parametrize("release", ["v0_26", "v0_33"])
 def test_the_backend_is_registered_under_custom_by_name_alone(engine, without_experts, release):
-    module = importlib.import_module(f"terrazzo.integrations.vllm.{release}")
-    module.register()
-    module.register()
+    register(release)
+    register(release)
     path = vllm_double.OVERRIDES[vllm_double.AttentionBackendEnum.CUSTOM]
     assert f"terrazzo.integrations.vllm.attention_{release}" not in sys.modules
     name, _, leaf = path.rpartition(".")
@@ -261,7 +265,7 @@ def test_the_backend_is_registered_under_custom_by_name_alone(engine, without_ex
 
 def test_another_plug_ins_backend_stays(engine, without_experts, caplog):
     vllm_double.OVERRIDES[vllm_double.AttentionBackendEnum.CUSTOM] = "other.Backend"
-    importlib.import_module("terrazzo.integrations.vllm.v0_26").register()
+    register("v0_26")
     assert vllm_double.OVERRIDES[vllm_double.AttentionBackendEnum.CUSTOM] == "other.Backend"
     assert "other.Backend" in caplog.text
 
