@@ -3,9 +3,10 @@
     <bundle>/manifest.json             versions, target, driver, layout identities, kernels, sha256 of every file
     <bundle>/kernels/<identity>/       kernel.so, kernel.cu, report.json
 
-A bundle holds kernels of one target. It is written beside its final place and renamed; loading verifies every byte and
-refuses, by name, another target, another terrazzo, another machine, other layouts, an older driver and kernels that
-this terrazzo would build from other sources.
+A bundle holds kernels of one target. It is written beside its final place and renamed, or exchanged with the one that
+is there, so that the path never leads nowhere. Loading verifies every byte and refuses, by name, another target,
+another terrazzo, another machine, other layouts, an older driver and kernels that this terrazzo would build from other
+sources.
 
 A bundle is native code. Its folders and files must belong to root, to this process's user or to one that the caller
 names, nobody else may write them, and none of them may be a link. What a launch loads later is what was verified.
@@ -19,7 +20,6 @@ import pwd
 import re
 import shutil
 import sys
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,7 @@ from terrazzo.lowering.request import KernelRequest, check_requests
 from terrazzo.lowering.targets import Target
 
 FORMAT = "terrazzo-bundle-2"
+_KEPT = "bundle"  # what is being replaced, in a folder of `_replace_in_two_steps`
 _AGAIN = "make it again with `terrazzo compile`"
 
 
@@ -97,6 +98,7 @@ def write_bundle(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         folders.sweep(path.parent, re.escape(f".{path.name}"))
+        _settle(path)
         with folders.private_folder(path.parent, f".{path.name}") as private:
             fill(private, targets[0], requests, layouts, FORMAT)
             if path.exists():
@@ -137,18 +139,41 @@ def fill(
 
 
 def _replace(private: Path, path: Path) -> None:
-    """Put a complete folder in the place of a bundle, which comes back if that fails."""
-    old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
-    try:
-        os.rename(path, old / "bundle")
-        os.rename(private, path)
-    except BaseException:
-        if (old / "bundle").exists():
-            os.rename(old / "bundle", path)  # if this fails too, the bundle is kept where it is
-        old.rmdir()
-        raise
+    """Put a complete folder in the place of a bundle, whose own then is that folder's, or is removed."""
+    if folders.exchange(private, path):
+        if private.is_symlink():  # the path of a bundle may be one
+            private.unlink()
+    else:
+        _replace_in_two_steps(private, path)
     (path / folders.LOCK).unlink(missing_ok=True)
-    shutil.rmtree(old, ignore_errors=True)
+    folders.flush(path.parent)
+
+
+def _replace_in_two_steps(private: Path, path: Path) -> None:
+    """For file systems that exchange nothing: the bundle comes back if this fails, at the next use if it is killed."""
+    old, handle = folders.locked_folder(path.parent, f".{path.name}.old")
+    try:
+        os.rename(path, old / _KEPT)
+        try:
+            os.rename(private, path)
+        except BaseException:
+            os.rename(old / _KEPT, path)  # if this fails too, the next use does it
+            raise
+        os.rename(old / _KEPT, old / "replaced")
+    finally:
+        if not os.path.lexists(old / _KEPT):
+            shutil.rmtree(old, ignore_errors=True)
+        os.close(handle)
+
+
+def _settle(path: Path) -> None:
+    """Bring back the bundle that a killed `_replace_in_two_steps` moved away, and remove what it left."""
+
+    def bring_back(old: Path) -> None:
+        if os.path.lexists(old / _KEPT) and not os.path.lexists(path):
+            os.rename(old / _KEPT, path)
+
+    folders.sweep(path.parent, re.escape(f".{path.name}.old"), bring_back)
 
 
 def load_bundle(
@@ -212,9 +237,11 @@ def read_bundle(path: str | os.PathLike[str], owner: int | str | None = None) ->
 def _verified(path: str | os.PathLike[str], owner: int | str | None) -> tuple[Bundle, dict[str, BundledKernel]]:
     """A bundle of which every byte was verified, and its kernels by identity."""
     path, trusted = _folder(path), _trusted(owner)
+    if not os.path.exists(path):
+        with contextlib.suppress(OSError):
+            _settle(path)
     try:
-        with folders.Folder(path, trusted) as folder:
-            made_for, reads, kernels, reports, driver = _read(path, folder)
+        made_for, reads, kernels, reports, driver = _read_whole(path, trusted)
     except DistrustError as error:
         raise BundleError(
             f"bundle {path} could hold another user's code: {error}; have root own it (chown -R root, chmod -R go-w), "
@@ -224,6 +251,17 @@ def _verified(path: str | os.PathLike[str], owner: int | str | None) -> tuple[Bu
     except ValueError as error:
         raise BundleError(f"bundle {path} cannot be trusted: {error}; {_AGAIN}") from error
     return Bundle(path, made_for, reads, tuple(reports), reports, driver), kernels
+
+
+def _read_whole(path: Path, trusted: Collection[int]) -> tuple[Any, ...]:
+    """As `_read`; a bundle that is replaced while it is read is read again."""
+    while True:
+        with folders.Folder(path, trusted) as folder:
+            try:
+                return _read(path, folder)
+            except (ValueError, BundleError):
+                if not folder.replaced():
+                    raise
 
 
 def _read(

@@ -11,6 +11,7 @@ process left whatever the clock says.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import hashlib
@@ -38,6 +39,7 @@ _DEPTH = 32  # of JSON values; ours have 4
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _MARK = b"\0terrazzo kernel\0"
+_HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
 _NO_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EPERM, errno.EROFS}
 _KINDS = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
@@ -102,6 +104,12 @@ class Folder:
 
     def __exit__(self, *_: object) -> None:
         os.close(self._handle)
+
+    def replaced(self) -> bool:
+        """Whether its path leads to another folder by now."""
+        with contextlib.suppress(OSError):
+            return not os.path.samestat(os.fstat(self._handle), os.stat(self.path))
+        return False
 
     def read(self, name: str, limit: int = FILE_BYTES) -> bytes:
         """Contents of a file by its path inside the folder, "kernels/0123/kernel.so".
@@ -298,16 +306,21 @@ def make_folders(folder: Path) -> None:
 @contextlib.contextmanager
 def private_folder(parent: Path, prefix: str) -> Iterator[Path]:
     """A new folder `<prefix>.<8 characters>` of this user alone, locked while in use, then removed."""
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=f"{prefix}.", dir=parent))
-        handle = _lock(folder)
-        if handle is not None:
-            break
+    folder, handle = locked_folder(parent, prefix)
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(handle)
+
+
+def locked_folder(parent: Path, prefix: str) -> tuple[Path, int]:
+    """As `private_folder`, without the end: the folder, and the handle that locks it until it is closed."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=f"{prefix}.", dir=parent))
+        handle = _lock(folder)
+        if handle is not None:
+            return folder, handle
 
 
 def _lock(folder: Path) -> int | None:
@@ -330,16 +343,20 @@ def _lock(folder: Path) -> int | None:
     return None
 
 
-def sweep(parent: Path, prefix: str) -> None:
-    """Remove what killed processes left of `private_folder`s; `prefix` is a regular expression. Never follows links."""
+def sweep(parent: Path, prefix: str, before: Callable[[Path], None] | None = None) -> None:
+    """Remove what killed processes left of `private_folder`s; `prefix` is a regular expression. Never follows links.
+
+    Args:
+        before: called with each, locked, before it is removed; it stays if an OSError is raised.
+    """
     name = re.compile(rf"(?:{prefix})\.[a-z0-9_]{{8}}")
     for folder in list(parent.iterdir()):
         if name.fullmatch(folder.name):
             with contextlib.suppress(OSError):  # in use, swept by another process, or where locks do not work
-                _remove_unused(folder)
+                _remove_unused(folder, before)
 
 
-def _remove_unused(folder: Path) -> None:
+def _remove_unused(folder: Path, before: Callable[[Path], None] | None) -> None:
     seen = os.lstat(folder)
     if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.geteuid():
         return
@@ -353,6 +370,8 @@ def _remove_unused(folder: Path) -> None:
                 continue  # locked meanwhile, or half removed
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if before is not None:
+                before(folder)
             return shutil.rmtree(folder)
         finally:
             os.close(handle)
@@ -371,6 +390,15 @@ def publish_folder(private: Path, final: Path) -> bool:
         (final / LOCK).unlink()
     flush(final.parent)
     return True
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Let two paths have each other's place in one step; False where that is not possible, and nothing was done."""
+    try:
+        renameat2 = ctypes.CDLL(None).renameat2  # of Linux; Python has no name for it
+    except (AttributeError, OSError):
+        return False
+    return renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import base64
 import hashlib
 import json
 import os
-import tempfile
+import re
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -59,6 +59,7 @@ def write_wheel(
     path = folder / f"{module}-{version}-py3-none-linux_{os.uname().machine}.whl"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        folders.sweep(folder, re.escape(f".{path.name}"))
         with folders.private_folder(folder, f".{path.name}") as private:
             content = private / module
             content.mkdir()
@@ -94,26 +95,21 @@ def _metadata(name: str, module: str, version: str, arch: str) -> dict[str, str]
 def _zip(private: Path, record: Path, path: Path) -> None:
     """All files below `private` and their RECORD as the archive `path`, which is there as a whole or not."""
     inside = sorted(file for file in private.rglob("*") if file.is_file() and file.name != folders.LOCK)
-    lines = []
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as out:
-        try:
-            with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+    lines, out = [], private / path.name
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
 
-                def add(member: str, data: bytes) -> None:
-                    entry = zipfile.ZipInfo(member, _EPOCH)
-                    entry.external_attr, entry.compress_type = 0o100644 << 16, zipfile.ZIP_DEFLATED
-                    archive.writestr(entry, data)
+        def add(member: str, data: bytes) -> None:
+            entry = zipfile.ZipInfo(member, _EPOCH)
+            entry.external_attr, entry.compress_type = 0o100644 << 16, zipfile.ZIP_DEFLATED
+            archive.writestr(entry, data)
 
-                for file in inside:
-                    member, data = file.relative_to(private).as_posix(), file.read_bytes()
-                    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-                    lines.append(f"{member},sha256={digest},{len(data)}")
-                    add(member, data)
-                own = record.relative_to(private).as_posix()
-                add(own, "\n".join([*lines, f"{own},,", ""]).encode())
-            out.close()
-            os.chmod(out.name, 0o644)
-            os.replace(out.name, path)
-        except BaseException:
-            Path(out.name).unlink(missing_ok=True)
-            raise
+        for file in inside:
+            member, data = file.relative_to(private).as_posix(), file.read_bytes()
+            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+            lines.append(f"{member},sha256={digest},{len(data)}")
+            add(member, data)
+        own = record.relative_to(private).as_posix()
+        add(own, "\n".join([*lines, f"{own},,", ""]).encode())
+    out.chmod(0o644)
+    folders.flush(out)
+    os.replace(out, path)

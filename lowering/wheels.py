@@ -24,7 +24,7 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,9 +78,7 @@ class Installed:
 def installed() -> Installed:
     """Wheels of kernels that are installed here, whose manifests were read and compared with this terrazzo."""
     found = Installed([], {})
-    for point in importlib.metadata.entry_points(group=GROUP):
-        if point.dist is None:
-            continue
+    for point in _entry_points():
         name, version = point.dist.name, point.dist.version
         path = Path(os.fspath(point.dist.locate_file(point.value)))
         try:
@@ -88,6 +86,25 @@ def installed() -> Installed:
         except ValueError as error:
             found.refused[name] = f"{name} {version} is left out: {error}"
     return found
+
+
+def _entry_points() -> Iterator[importlib.metadata.EntryPoint]:
+    """Those of kernels, of packages with a name and a version; the first package of a name counts.
+
+    importlib's own way fails as a whole where one package of any kind has a damaged file.
+    """
+    known = set()
+    for package in importlib.metadata.distributions():
+        try:
+            if GROUP not in (package.read_text("entry_points.txt") or ""):
+                continue
+            name, points = package.metadata["Name"], list(package.entry_points)
+            whole = isinstance(name, str) and isinstance(package.version, str) and name not in known
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):  # of its parsers, which check nothing
+            continue
+        if whole:
+            known.add(name)
+            yield from (point for point in points if point.group == GROUP)
 
 
 def _read(name: str, version: str, path: Path, arch: str) -> KernelWheel:

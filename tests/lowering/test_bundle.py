@@ -313,6 +313,7 @@ def test_a_replacement_that_fails_leaves_the_bundle(bundle, compiled, monkeypatc
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return rename(source, place)
 
+    monkeypatch.setattr(folders, "exchange", lambda one, other: False)
     monkeypatch.setattr(os, "rename", refuse)
     with pytest.raises(BundleError, match=f"{bundle} cannot be written: .*Input/output error"):
         write_bundle(bundle, [request_for("scale")], replace=True)

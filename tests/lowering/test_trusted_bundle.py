@@ -303,10 +303,10 @@ def test_saves_that_were_killed_are_swept_and_others_are_not(cache_dir, tmp_path
         (tmp_path / name).mkdir()
         (tmp_path / name / ".lock").touch()
     (tmp_path / ".bundle.01234567").symlink_to(tmp_path / ".other.abcdefgh")
-    with folders.private_folder(tmp_path, ".bundle") as live:
+    with folders.private_folder(tmp_path, ".bundle") as live, folders.private_folder(tmp_path, ".bundle.old") as other:
         fake_bundle(tmp_path / "bundle", SCALE)
         left = {path.name for path in tmp_path.iterdir()} - {"cache", "bundle"}
-        assert left == {*names[1:], ".bundle.01234567", live.name}
+        assert left == {*names[2:], ".bundle.01234567", live.name, other.name}
 
 
 def test_what_is_bundled_is_what_was_verified(cache_dir, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -75,6 +76,52 @@ def test_equal_kernels_make_an_equal_file(file, tmp_path):
     assert (
         write_wheel(tmp_path / "again", [SCALE, GEMM], {"w4a16_wgmma": "identity-1"}).read_bytes() == file.read_bytes()
     )
+
+
+def test_what_killed_writers_left_is_removed(file):
+    left = file.with_name(f".{file.name}.abcdefgh")
+    left.mkdir()
+    (left / ".lock").touch()
+    (left / file.name).write_bytes(b"half")
+    write_wheel(file.parent, [SCALE])
+    assert list(file.parent.iterdir()) == [file]
+
+
+FOREIGN = {
+    "no UTF-8": b"[terrazzo.kernels]\n\xff = x\n",
+    "no pair": b"[other]\nneither name nor value\n",
+    "no entry": b"[other]\na = \n",
+    "odd names": b"[terrazzo.kernels]\na = /etc\nb = ../..\nc = a b c\n = \nd = "
+    + b"x" * 5000
+    + b"\n\xc3\xa9 = \x00\n",
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_packages_with_damaged_entry_points_are_left_out(wheel, kind, capsys):
+    """One foreign package hides no kernel and fails no command."""
+    info = wheel.parent / "foreign-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: foreign\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_bytes(FOREIGN[kind])
+    kernels.forget_kernels()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KernelWheelWarning)
+        assert kernels.find_compiled(SCALE).parent.parent == wheel
+    assert main(["info"]) == 0 and "terrazzo-kernels-sm80" in capsys.readouterr().out
+    assert set(wheels.installed().refused) <= {"foreign"}
+
+
+def test_packages_with_odd_metadata_are_left_out(wheel):
+    for name, text in {"nameless": b"Metadata-Version: 2.1\n", "bytes": b"\xff\xfe\x00"}.items():
+        info = wheel.parent / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_bytes(text)
+        (info / "entry_points.txt").write_text("[terrazzo.kernels]\nsm_80 = nowhere\n")
+    kernels.forget_kernels()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KernelWheelWarning)
+        assert kernels.find_compiled(SCALE).parent.parent == wheel
 
 
 def test_kernels_are_found_by_the_entry_point_and_nothing_is_imported(wheel):
