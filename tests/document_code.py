@@ -39,7 +39,7 @@ tokenizer = transformers.AutoTokenizer.from_pretrained("packed/")
 
 
 class Example(NamedTuple):
-    """One block: its line, what it needs ("", "gpu", or "gpus" and a process for each), its text."""
+    """One block: its line, what it needs ("", "gpu", "gpus" and a process for each, or a "server"), its text."""
 
     line: int
     needs: str
@@ -54,7 +54,7 @@ def examples(page: Path) -> list[Example]:
 
 def folders(page: Path) -> set[str]:
     """Names of models' folders that a document reads."""
-    found = {name for it in examples(page) if it.needs != "gpus" for name in FOLDER.findall(it.code)}
+    found = {name for it in examples(page) if it.needs not in ("gpus", "server") for name in FOLDER.findall(it.code)}
     return found | {name for name in FOLDER.findall(GIVEN.get(page.stem, ""))}
 
 

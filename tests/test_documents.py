@@ -112,7 +112,7 @@ MODELS = {"README", "generate", "quick-start"}
 def test_every_example_is_python(page):
     for example in examples(page):
         compile(example.code, f"{page.name}:{example.line}", "exec")
-        assert example.needs in ("", "gpu", "gpus")
+        assert example.needs in ("", "gpu", "gpus", "server")
     assert set(GIVEN) <= {it.stem for it in WITH_CODE}
 
 

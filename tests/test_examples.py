@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,3 +72,35 @@ def test_the_readme_begins_with_three_lines():
     first = (ROOT / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
     lines = list(filter(None, first.splitlines()))
     assert len(lines) == 3 and "sys" not in first and "chat=True" in lines[2] and lines[2].startswith("print(")
+
+
+def test_the_container_file_copies_what_there_is_and_compiles_what_a_config_states(tmp_path, capsys, monkeypatch):
+    """No container engine is needed: its own words are run as far as they are ours."""
+    from terrazzo.cli import main
+    from terrazzo.integrations.vllm.settings import Settings
+
+    text = (ROOT / "examples" / "Containerfile").read_text()
+    copied = [path for line in re.findall(r"^COPY (?!--from)(.*) /src", text, re.MULTILINE) for path in line.split()]
+    floors = [link.name for link in (ROOT / "terrazzo").iterdir() if link.is_symlink()]
+    assert {"pyproject.toml", "README.md", "LICENSE", "terrazzo", *floors} == set(copied)
+    assert all((ROOT / path).exists() for path in copied)
+    config = dict(
+        model_type="llama", hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, quantization_config=dict(quant_method="awq", bits=4, group_size=128, zero_point=True),
+    )  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = re.search(r"^RUN terrazzo (compile .*)$", text, re.MULTILINE)[1]
+    for name, value in re.findall(r"^ARG (\w+)=(.*)$", text, re.MULTILINE):
+        command = command.replace(f"${{{name}}}", value)
+    words = command.replace("/model", str(tmp_path)).replace("/kernels", str(tmp_path / "kernels")).split()
+    assert main([*words, "--dry-run", "--json"]) == 0
+    assert "w4a16.stream_k" in json.loads(capsys.readouterr().out)["kernels"]
+    stated = json.loads(re.search(r"TERRAZZO='(.*)'", text)[1])
+    assert str(Settings.of(stated).bundle) == "/kernels"
+    start = json.loads(re.search(r"^ENTRYPOINT (.*)$", text, re.MULTILINE)[1])[2].replace("exec vllm", "printf '%s|'")
+    given = {"PATH": os.environ["PATH"], "DTYPE": "float16", "MAX_TOKENS": "8192", "TERRAZZO": json.dumps(stated)}
+    done = subprocess.run(
+        ["/bin/sh", "-c", start, "vllm", "--port", "9"], env=given, capture_output=True, text=True, check=True
+    )
+    expected = ["serve", "/model", "--dtype", "float16", "--max-num-batched-tokens", "8192", "--additional-config"]
+    assert done.stdout.split("|")[:-1] == [*expected, json.dumps(stated), "--port", "9"]

@@ -1,7 +1,7 @@
 """What the site takes from outside of docs/: files that pages link to, and a page of the API for each public module.
 
 README.md is the first page. Links of a document are written as they work in a checkout, `../benchmarks/results/x.json`.
-On the site the file lies under `more/`, and Python and Markdown files are pages.
+On the site the file lies under `more/`; examples and Markdown files are pages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-MORE = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/*.py", "benchmarks/results/*")
+MORE = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/*", "benchmarks/results/*")
 LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)([^)]*\))")
 PICTURE = re.compile(r"^(!\[[^\]]*\]\()([^)\s]+\.svg)(\))$", re.MULTILINE)
 TITLE = "Mixed-precision operators for LLM inference"
@@ -32,7 +32,7 @@ def modules() -> list[str]:
 
 def place(name: str) -> str:
     """Where a file of the repository lies on the site."""
-    return f"more/{name}.md" if name.endswith(".py") else f"more/{name}"
+    return f"more/{name}.md" if name.startswith("examples/") else f"more/{name}"
 
 
 def on_config(config: Any) -> Any:
@@ -45,8 +45,9 @@ def on_config(config: Any) -> Any:
 def on_files(files: Files, config: Any) -> Files:
     for path in sorted(path for pattern in MORE for path in ROOT.glob(pattern) if path.is_file()):
         name = path.relative_to(ROOT).as_posix()
-        if path.suffix == ".py":
-            content = f"# {name}\n\n```python\n{path.read_text(encoding='utf-8')}\n```\n"
+        if path.parent.name == "examples":
+            kind = "python" if path.suffix == ".py" else "dockerfile"
+            content = f"# {name}\n\n```{kind}\n{path.read_text(encoding='utf-8')}\n```\n"
             files.append(File.generated(config, place(name), content=content))
         else:
             files.append(File.generated(config, place(name), abs_src_path=str(path)))
