@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import click
-from terrazzo.command_line import TRUST, Command, Dtype, Formats
+from terrazzo.command_line import AMOUNT, COUNT, TRUST, Command, Dtype, Formats, Number
 from terrazzo.console import layers_progress
 
 LEAVE, ANEW = ("/exit", "/quit", "/bye"), "/new"
 """What somebody types in a chat to end it, and to begin it again."""
+HEAT, SHARE = Number(0, 1e6), Number(0, 1, min_open=True)
+SEED = click.IntRange(-(1 << 63), (1 << 64) - 1)
 _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
 _LOADING = ("kv", "quantize", "device", "dtype", "trust_remote_code")
 
@@ -31,11 +33,15 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
             click.option("--quantize", help="Packs layers that the folder has in float, as w4a16-g128."),
             click.option("--device", help="cuda, cuda:1 or cpu. Default: cuda where there is a GPU."),
             click.option("--dtype", type=Dtype("f16", "bf16"), help="Of activations. Default: the model's, or f16."),
-            click.option("--max-new-tokens", default=256, show_default=True, help="Of an answer, at most."),
-            click.option("--temperature", default=0.0, show_default=True, help="0 takes the most likely token."),
-            click.option("--top-k", default=0, show_default=True, help="Tokens to draw from; 0 for all."),
-            click.option("--top-p", default=1.0, show_default=True, help="Share of probability to draw from."),
-            click.option("--seed", type=int, help="Of sampling. Default: another one each time."),
+            click.option("--max-new-tokens", type=COUNT, default=256, show_default=True, help="Of an answer, at most."),
+            click.option(
+                "--temperature", type=HEAT, default=0.0, show_default=True, help="0 takes the most likely token."
+            ),
+            click.option("--top-k", type=AMOUNT, default=0, show_default=True, help="Tokens to draw from; 0 for all."),
+            click.option(
+                "--top-p", type=SHARE, default=1.0, show_default=True, help="Share of probability to draw from."
+            ),
+            click.option("--seed", type=SEED, help="Of sampling. Default: another one each time."),
             TRUST,
         )
     ):

@@ -91,7 +91,7 @@ def test_a_message_that_does_not_fit_is_left_out_of_the_talk(capsys, folders, mo
     [
         (("--quantize", "w4a16-g64"), "--quantize w4a16-g64: the folder's weights are packed"),
         (("--kv", "itn8"), "did you mean 'int8'?"),
-        (("--temperature", "-1"), "--temperature -1"),
+        (("--temperature", "-1"), "'--temperature': -1.0 is not in the range"),
         (("--max-new-tokens", "99999"), "positions"),
         (("--device", "gpu"), "--device gpu: must be a device"),
     ],

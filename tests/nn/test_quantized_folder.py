@@ -121,6 +121,25 @@ def test_equal_runs_write_equal_bytes_with_modes_of_the_umask(source, whole, tmp
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "saved").iterdir()} == {0o666 & ~os.umask(before)}
 
 
+def test_runs_that_are_killed_anywhere_go_on(source, whole, tmp_path, tries):
+    """By SIGKILL after a random time, again and again: the folder in the end is that of a run that nobody stopped."""
+    ended = []
+    for number, random in enumerate(tries(3)):
+        out = tmp_path / str(number)
+        for _ in range(random.randrange(1, 4)):
+            process = multiprocessing.get_context("fork").Process(target=_killed, args=(source, out, LAYERS + 1))
+            process.start()
+            process.join(timeout=random.random() * 1.5)
+            process.kill()
+            process.join()
+            ended.append(process.exitcode)
+            assert not (out / "config.json").exists() or all((out / layer(i)).exists() for i in range(LAYERS))
+        run(source, out)
+        assert contents(out) == whole
+        shutil.rmtree(out)
+    assert set(ended) <= {0, -signal.SIGKILL}
+
+
 def test_files_of_tensors_are_what_safetensors_reads(tmp_path, tries):
     kinds = [getattr(torch, name) for name in tensor_files._DTYPES]
     for random in tries(50):
