@@ -27,9 +27,9 @@ class Attention(Operator):
 
     def problems(self, job: Job) -> list[Problem]:
         from terrazzo.autotune.attention_bench import Shape
-        from terrazzo.ops.attention.cache import residual_of
-        from terrazzo.ops.attention.layout import CacheLayout
-        from terrazzo.ops.attention.op import tuning_facts
+        from terrazzo.ops.attention.cache.cache import residual_of
+        from terrazzo.ops.attention.cache.layout import CacheLayout
+        from terrazzo.ops.attention.decoding.op import tuning_facts
 
         found: list[Problem] = []
         for shape in map(Shape.parse, job.caches or self.caches):
@@ -43,13 +43,13 @@ class Attention(Operator):
         return found
 
     def _layout(self, problem: Problem) -> Any:
-        from terrazzo.ops.attention.layout import CacheLayout
+        from terrazzo.ops.attention.cache.layout import CacheLayout
 
         facts = dict(problem.facts)
         return CacheLayout(facts["k_format"], facts["v_format"], facts["head_dim"])
 
     def _of(self, problem: Problem) -> attention.DecodeProblem:
-        from terrazzo.ops.attention.op import problem_of
+        from terrazzo.ops.attention.decoding.op import problem_of
 
         facts = dict(problem.facts)
         sizes = (facts["rows"], facts["tokens"], facts["page"], facts["residual"])
@@ -59,7 +59,7 @@ class Attention(Operator):
         return attention_space.Decode(self._of(problem))
 
     def plan(self, problem: Problem, target: Target) -> Any:
-        from terrazzo.ops.attention import op
+        from terrazzo.ops.attention.decoding import op
 
         facts, made = dict(problem.facts), op.plan.__wrapped__
         op.check_facts(facts["dtype"], page=facts["page"], residual=facts["residual"])
@@ -105,9 +105,9 @@ class AttentionPrefill(Operator):
     shape = "8x32/8x4k"
 
     def problems(self, job: Job) -> list[Problem]:
-        from terrazzo.ops.attention.cache import residual_of
-        from terrazzo.ops.attention.layout import CacheLayout
-        from terrazzo.ops.attention.prefill_op import tuning_facts
+        from terrazzo.ops.attention.cache.cache import residual_of
+        from terrazzo.ops.attention.cache.layout import CacheLayout
+        from terrazzo.ops.attention.prefilling.prefill_op import tuning_facts
 
         found: list[Problem] = []
         for text in job.formats or Attention.formats:
@@ -118,19 +118,20 @@ class AttentionPrefill(Operator):
         return found
 
     def _layout(self, problem: Problem) -> Any:
-        from terrazzo.ops.attention.layout import CacheLayout
+        from terrazzo.ops.attention.cache.layout import CacheLayout
 
         facts = dict(problem.facts)
         return CacheLayout(facts["k_format"], facts["v_format"], facts["head_dim"])
 
     def space(self, problem: Problem) -> spaces.Space:
-        from terrazzo.ops.attention.prefill_op import problem_of
+        from terrazzo.ops.attention.prefilling.prefill_op import problem_of
 
         facts = dict(problem.facts)
         return Prefill(problem_of(self._layout(problem), facts["page"], facts["residual"], facts["fresh"]))
 
     def plan(self, problem: Problem, target: Target) -> Any:
-        from terrazzo.ops.attention import op, prefill_op
+        from terrazzo.ops.attention.decoding import op
+        from terrazzo.ops.attention.prefilling import prefill_op
 
         facts = dict(problem.facts)
         op.check_facts(facts["dtype"], page=facts["page"], residual=facts["residual"], fresh=facts["fresh"])

@@ -57,9 +57,9 @@ def random_cache(
         residual: tokens of the f16 ring; None for what a KVCache of these keys has.
     """
     import torch
-    from terrazzo.ops.attention.cache import PackedCache, residual_of, residual_words
-    from terrazzo.ops.attention.format import kept_in_f16
-    from terrazzo.ops.attention.layout import CacheLayout
+    from terrazzo.ops.attention.cache.cache import PackedCache, residual_of, residual_words
+    from terrazzo.ops.attention.cache.format import kept_in_f16
+    from terrazzo.ops.attention.cache.layout import CacheLayout
 
     layout = CacheLayout(k_format, v_format, head_dim, kept_in_f16(k_format, residual)[1])
     residual = residual_of(layout, residual)
@@ -112,7 +112,7 @@ def random_cache(
 
 def expected(q: Any, cache: Any) -> list[tuple[int, slice, Any, Any]]:
     """(sequence, query heads, output, bound) of a few heads of the first and the last sequence."""
-    from terrazzo.ops.attention import reference
+    from terrazzo.ops.attention.decoding import reference
 
     group, options, found = q.shape[2] // cache.kv_heads, reference.Options(), []
     for b in sorted({0, q.shape[0] - 1}):
@@ -203,7 +203,7 @@ class Prefill(Decode):
 
     def expected(self, given: Any, m: int) -> Any:
         """All of it, in one piece."""
-        from terrazzo.ops.attention import prefill_reference
+        from terrazzo.ops.attention.prefilling import prefill_reference
 
         out, _, bound = prefill_reference.prefill(given.flatten(0, 1), self.caches[0], self._starts(given))
         return out.view(given.shape), bound.view(given.shape)

@@ -240,7 +240,7 @@ class Run:
     def _header(self) -> dict[str, Any]:
         if self.device == "cuda":
             from terrazzo.autotune import gemm_bench
-            from terrazzo.ops.attention import launch
+            from terrazzo.ops.attention.cache import launch
 
             return gemm_bench.header(launch.detect(), self.o.commit)
         return {"gpu": "none", "commit": self.o.commit}

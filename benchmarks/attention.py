@@ -81,7 +81,9 @@ def ours(
     """Rows of one cache: every q_len, schedule and number of splits asked for."""
     import torch
     from terrazzo.autotune import measure
-    from terrazzo.ops.attention import entry, launch, op
+    from terrazzo.ops.attention import entry
+    from terrazzo.ops.attention.cache import launch
+    from terrazzo.ops.attention.decoding import op
     from terrazzo.schedules import attention as schedules
 
     cache = random_cache(*formats, shape, o.head_dim, page, residual=None if formats[0] in WITHOUT else o.residual)
@@ -146,7 +148,7 @@ def peers(o: argparse.Namespace, shape: Shape) -> dict[str, float]:
     """name -> us of other attention with q_len 1 (key "name") and others ("name q4"), checked against float64."""
     import torch
     from terrazzo.autotune import measure
-    from terrazzo.ops.attention import launch
+    from terrazzo.ops.attention.cache import launch
 
     found: dict[str, float] = {}
     size = (shape.batch, shape.kv_heads, shape.tokens, o.head_dim)
@@ -175,7 +177,7 @@ def peers(o: argparse.Namespace, shape: Shape) -> dict[str, float]:
 
 def expected(q: Any, k: Any, v: Any) -> Any:
     """float64 output of the first query head of the first sequence, [q_len, D]."""
-    from terrazzo.ops.attention import reference
+    from terrazzo.ops.attention.decoding import reference
 
     return reference.attend(q[0, :, :1], k[0, 0], v[0, 0], reference.Options())[0][:, 0]
 
@@ -194,9 +196,10 @@ def show(row: dict[str, Any]) -> None:
 
 def compile_all(o: argparse.Namespace) -> None:
     from terrazzo.lowering.parallel import compile_many
-    from terrazzo.ops.attention import launch, op
-    from terrazzo.ops.attention.format import kept_in_f16
-    from terrazzo.ops.attention.layout import CacheLayout
+    from terrazzo.ops.attention.cache import launch
+    from terrazzo.ops.attention.cache.format import kept_in_f16
+    from terrazzo.ops.attention.cache.layout import CacheLayout
+    from terrazzo.ops.attention.decoding import op
     from terrazzo.schedules import attention as schedules
 
     target, wanted = launch.detect(), []
@@ -224,7 +227,7 @@ def compile_all(o: argparse.Namespace) -> None:
 def run(o: argparse.Namespace) -> int:
     import torch
     from terrazzo.autotune import gemm_bench, measure
-    from terrazzo.ops.attention import launch
+    from terrazzo.ops.attention.cache import launch
 
     start = time.perf_counter()
     compile_all(o)

@@ -21,7 +21,9 @@ from typing import Any
 from terrazzo.autotune import attention_bench
 from terrazzo.autotune.attention_bench import Shape
 from terrazzo.lowering.errors import TerrazzoError
-from terrazzo.ops.attention import codes, entry, launch, op
+from terrazzo.ops.attention import entry
+from terrazzo.ops.attention.cache import launch
+from terrazzo.ops.attention.decoding import codes, op
 
 from benchmarks import report
 
@@ -127,8 +129,8 @@ def show(shape: Shape, row: dict[str, Any]) -> None:
 
 def compile_all(o: argparse.Namespace) -> None:
     from terrazzo.lowering.parallel import compile_many
-    from terrazzo.ops.attention.cache import residual_of
-    from terrazzo.ops.attention.layout import CacheLayout
+    from terrazzo.ops.attention.cache.cache import residual_of
+    from terrazzo.ops.attention.cache.layout import CacheLayout
 
     target, layout, wanted = launch.detect(), CacheLayout(*o.formats, o.head_dim), []
     for shape in o.caches:

@@ -100,8 +100,8 @@ def schedule_of(given: tuple | None):
 def exact_rows(q: Any, cache: Any, fresh: tuple | None, prompt: Prompt) -> list[tuple[slice, slice, Any, Any]]:
     """(rows, query heads, output, bound) of the first and last rows of a head of the last sequence."""
     import torch
-    from terrazzo.ops.attention import prefill_reference as oracle
-    from terrazzo.ops.attention import reference
+    from terrazzo.ops.attention.decoding import reference
+    from terrazzo.ops.attention.prefilling import prefill_reference as oracle
 
     b, h, group = prompt.shape.batch - 1, prompt.shape.kv_heads - 1, prompt.shape.heads // prompt.shape.kv_heads
     span, options, found = slice(h * group, (h + 1) * group), reference.Options(), []
@@ -217,8 +217,8 @@ def peers(o: argparse.Namespace, prompt: Prompt) -> dict[str, float]:
 
 def compile_all(o: argparse.Namespace) -> None:
     from terrazzo.lowering.parallel import compile_many
-    from terrazzo.ops.attention import prefill_op
-    from terrazzo.ops.attention.layout import CacheLayout
+    from terrazzo.ops.attention.cache.layout import CacheLayout
+    from terrazzo.ops.attention.prefilling import prefill_op
 
     wanted = []
     for formats in o.formats:
@@ -236,7 +236,7 @@ def compile_all(o: argparse.Namespace) -> None:
 def run(o: argparse.Namespace) -> int:
     import torch
     from terrazzo.autotune import gemm_bench
-    from terrazzo.ops.attention import launch
+    from terrazzo.ops.attention.cache import launch
 
     start = time.perf_counter()
     compile_all(o)

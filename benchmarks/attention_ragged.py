@@ -27,8 +27,10 @@ from terrazzo.autotune import attention_bench
 from terrazzo.autotune.attention_bench import Shape
 from terrazzo.lowering import parallel
 from terrazzo.lowering.errors import ArgumentError, TerrazzoError
-from terrazzo.ops.attention import entry, launch, op
-from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention import entry
+from terrazzo.ops.attention.cache import launch
+from terrazzo.ops.attention.cache.layout import CacheLayout
+from terrazzo.ops.attention.decoding import op
 
 from benchmarks import report
 
@@ -134,7 +136,7 @@ def peer(o: argparse.Namespace, lengths: list[int], shape: Shape) -> dict[str, f
     """name -> us of f16 attention, one new token for each sequence, checked against float64 for the first and last."""
     import torch
     from terrazzo.autotune import measure
-    from terrazzo.ops.attention import reference
+    from terrazzo.ops.attention.decoding import reference
 
     q = torch.randn(shape.batch, 1, shape.heads, o.head_dim, device=DEVICE).half()
     try:

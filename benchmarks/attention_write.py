@@ -159,7 +159,7 @@ def show(row: dict[str, Any]) -> None:
 def run(o: argparse.Namespace) -> int:
     import torch
     from terrazzo.autotune import measure
-    from terrazzo.ops.attention import launch
+    from terrazzo.ops.attention.cache import launch
 
     start, copy_gb_s = time.perf_counter(), measure.copy_bandwidth()
     result = gemm_bench.header(launch.detect(), o.commit) | {"copy_gb_s": round(copy_gb_s, 1), "rows": []}

@@ -307,8 +307,10 @@ def requests(rows: list[Row], shapes: Mapping = SHAPES, sizes: tuple = (HEADS, K
     """
     from terrazzo.nn import Format
     from terrazzo.ops import activation, norm, rope, w4a8, w4a16, w4ax
-    from terrazzo.ops.attention import launch, op, rope_writing, writing
-    from terrazzo.ops.attention.layout import CacheLayout
+    from terrazzo.ops.attention.cache import launch
+    from terrazzo.ops.attention.cache.layout import CacheLayout
+    from terrazzo.ops.attention.decoding import op
+    from terrazzo.ops.attention.writing import rope_writing, writing
     from terrazzo.ops.w4a8 import activations
 
     target, found = launch.detect(), []
@@ -410,7 +412,7 @@ class Run:
 
     def __init__(self, o: argparse.Namespace) -> None:
         from terrazzo.autotune import gemm_bench, measure
-        from terrazzo.ops.attention import launch
+        from terrazzo.ops.attention.cache import launch
 
         self.o, self.start = o, time.perf_counter()
         compile_all([] if o.only_peers else o.rows)

@@ -105,7 +105,7 @@ def run(o: argparse.Namespace) -> int:
         print(json.dumps(read(o.read, o.device)))
         return 0
     from terrazzo.autotune import gemm_bench
-    from terrazzo.ops.attention import launch
+    from terrazzo.ops.attention.cache import launch
 
     start, result = time.perf_counter(), gemm_bench.header(launch.detect(), o.commit) | {"rows": []}
     out = o.out or report.RESULTS / report.file_name("load_time", result["gpu"])

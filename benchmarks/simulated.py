@@ -2,7 +2,7 @@
 
 `benchmarks.accuracy` sets the kernels beside it, so that what a format costs is told from what a kernel does. Weights
 and activations are those that terrazzo.load's layers hold and quantize, dequantized; keys and values pass through
-terrazzo.ops.attention.quantizer. Products and sums are float32, layer inputs and outputs have the model's dtype.
+terrazzo.ops.attention.cache.quantizer. Products and sums are float32, layer inputs and outputs have the model's dtype.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from terrazzo.nn import products
-from terrazzo.ops.attention import quantizer
-from terrazzo.ops.attention.format import kept_in_f16
-from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention.cache import quantizer
+from terrazzo.ops.attention.cache.format import kept_in_f16
+from terrazzo.ops.attention.cache.layout import CacheLayout
 from terrazzo.ops.formats.kv import get_format
 from torch import nn
 from torch.nn import functional as F

@@ -277,7 +277,7 @@ def run(o: argparse.Namespace) -> int:
     import torch
     from terrazzo.autotune import gemm_bench, measure
     from terrazzo.nn import TensorParallel
-    from terrazzo.ops.attention import launch
+    from terrazzo.ops.attention.cache import launch
 
     ranks = TensorParallel.from_torchrun()
     if ranks is None or not torch.cuda.is_available():

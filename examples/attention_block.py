@@ -76,7 +76,7 @@ def product(x: torch.Tensor, w: w4ax.QuantizedWeight, gain: torch.Tensor | None 
 
 def defined(block: Block, xs: list[torch.Tensor]) -> torch.Tensor:
     """What the kernels compute, in torch: y [sequences, STEPS, HIDDEN]."""
-    from terrazzo.ops.attention import reference
+    from terrazzo.ops.attention.decoding import reference
 
     made = []
     for x in xs:

@@ -14,9 +14,9 @@ from terrazzo.nn.decoder import Decoder, DecoderLayer
 from terrazzo.nn.mlp import SparseMLP
 from terrazzo.nn.norm import RMSNorm
 from terrazzo.ops import activation, launching, norm, rope
-from terrazzo.ops.attention import rope_writing, writing
-from terrazzo.ops.attention.cache import residual_of
-from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention.cache.cache import residual_of
+from terrazzo.ops.attention.cache.layout import CacheLayout
+from terrazzo.ops.attention.writing import rope_writing, writing
 from terrazzo.ops.w4ax import activations as w4ax_activations
 from terrazzo.ops.w4ax import format as w4ax_format
 from terrazzo.schedules import rows

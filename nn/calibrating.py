@@ -13,8 +13,8 @@ from terrazzo.nn.decoder import positions_of
 from terrazzo.nn.dense import Dense
 from terrazzo.nn.formats import Format
 from terrazzo.ops import w4a8, w4ax
+from terrazzo.ops.attention.cache.quantizer import E4M3_MAX
 from terrazzo.ops.attention.kv_cache import KVCache
-from terrazzo.ops.attention.quantizer import E4M3_MAX
 from terrazzo.ops.formats.kv import FORMATS
 
 ROWS = 512

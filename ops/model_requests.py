@@ -11,9 +11,9 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import activation, attention, launching, model_layers, norm, rope, w4a8, w4ax
-from terrazzo.ops.attention import rope_writing, writing
-from terrazzo.ops.attention.cache import residual_of
-from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention.cache.cache import residual_of
+from terrazzo.ops.attention.cache.layout import CacheLayout
+from terrazzo.ops.attention.writing import rope_writing, writing
 from terrazzo.ops.checkpoints import files
 from terrazzo.ops.checkpoints.config import Config
 from terrazzo.ops.checkpoints.reader import Checkpoint

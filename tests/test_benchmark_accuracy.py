@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from terrazzo import nn
-from terrazzo.ops.attention import pack_cache, reference
+from terrazzo.ops.attention import pack_cache
+from terrazzo.ops.attention.decoding import reference
 from terrazzo.ops.formats.kv import get_format
 
 from benchmarks import accuracy, accuracy_data, simulated, train_small

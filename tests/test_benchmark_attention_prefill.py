@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from terrazzo.autotune import attention_bench, gemm_bench
-from terrazzo.ops.attention import prefill_reference, reference
+from terrazzo.ops.attention.decoding import reference
+from terrazzo.ops.attention.prefilling import prefill_reference
 
 from benchmarks import attention_prefill
 from benchmarks.attention_prefill import Prompt

@@ -10,7 +10,9 @@ from terrazzo.autotune import gemm_bench, measure
 from terrazzo.lowering import parallel
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.attention import entry, launch, reference
+from terrazzo.ops.attention import entry
+from terrazzo.ops.attention.cache import launch
+from terrazzo.ops.attention.decoding import reference
 
 from benchmarks import attention_ragged, report
 

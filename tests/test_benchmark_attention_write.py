@@ -9,7 +9,9 @@ import torch
 from terrazzo.autotune import gemm_bench, measure
 from terrazzo.autotune.attention_bench import Shape
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.attention import entry, launch, pack_cache, reference
+from terrazzo.ops.attention import entry, pack_cache
+from terrazzo.ops.attention.cache import launch
+from terrazzo.ops.attention.decoding import reference
 
 from benchmarks import attention_write, report
 

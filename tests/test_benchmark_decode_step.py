@@ -6,7 +6,7 @@ import pytest
 import torch
 from terrazzo.autotune import gemm_bench
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.attention import launch
+from terrazzo.ops.attention.cache import launch
 from terrazzo.ops.w4ax import format as w4ax_format
 
 from benchmarks import decode_step

@@ -9,7 +9,7 @@ import pytest
 import torch
 from terrazzo.autotune import gemm_bench
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.attention import launch
+from terrazzo.ops.attention.cache import launch
 
 from benchmarks import decode_step, tables, tensor_parallel
 from benchmarks.tensor_parallel import Layers, arguments

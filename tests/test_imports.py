@@ -203,7 +203,7 @@ def test_a_kernel_is_not_made_of_code_of_the_host(builder):
 
 
 def test_every_builder_is_looked_at():
-    assert len(BUILDERS) > 20 and "terrazzo.ops.attention.decode_program" in BUILDERS
+    assert len(BUILDERS) > 20 and "terrazzo.ops.attention.decoding.decode_program" in BUILDERS
 
 
 def test_no_operator_is_named_on_the_floors_of_layouts_and_lowering():

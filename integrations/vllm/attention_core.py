@@ -18,17 +18,12 @@ from terrazzo.integrations.vllm.settings import OWN_CACHE
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.attention import (
-    entry,
-    op,
-    prefill_op,
-    prefill_reference,
-    reference,
-    reference_writing,
-    slot_writing,
-)
-from terrazzo.ops.attention.cache import PackedCache, page_words
-from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention import entry
+from terrazzo.ops.attention.cache.cache import PackedCache, page_words
+from terrazzo.ops.attention.cache.layout import CacheLayout
+from terrazzo.ops.attention.decoding import op, reference
+from terrazzo.ops.attention.prefilling import prefill_op, prefill_reference
+from terrazzo.ops.attention.writing import reference_writing, slot_writing
 from terrazzo.ops.formats.kv import HEAD_DIMS
 from terrazzo.ops.lasting import lasting
 

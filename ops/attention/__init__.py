@@ -36,28 +36,28 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from terrazzo.ops.attention.cache import PackedCache, pack_cache
+    from terrazzo.ops.attention.cache.cache import PackedCache, pack_cache
+    from terrazzo.ops.attention.cache.layout import CacheLayout, QuantizedBlock
+    from terrazzo.ops.attention.cache.paging import CacheFullError
+    from terrazzo.ops.attention.cache.quantizer import dequantize, quantize
+    from terrazzo.ops.attention.decoding.op import decode_requests
     from terrazzo.ops.attention.entry import append, decode, prefill, rope_append, store, store_slots
     from terrazzo.ops.attention.kv_cache import KVCache
-    from terrazzo.ops.attention.layout import CacheLayout, QuantizedBlock
-    from terrazzo.ops.attention.op import decode_requests
-    from terrazzo.ops.attention.paging import CacheFullError
-    from terrazzo.ops.attention.prefill_op import prefill_requests
-    from terrazzo.ops.attention.quantizer import dequantize, quantize
+    from terrazzo.ops.attention.prefilling.prefill_op import prefill_requests
     from terrazzo.ops.attention.requests import kernel_requests
     from terrazzo.ops.formats.kv import FORMATS, KVFormat, get_format
 else:
     __getattr__, __dir__ = lazy.attach(
         __name__,
         {
-            "cache": "PackedCache pack_cache",
+            "cache.cache": "PackedCache pack_cache",
             "entry": "append decode prefill rope_append store store_slots",
             "kv_cache": "KVCache",
-            "layout": "CacheLayout QuantizedBlock",
-            "op": "decode_requests",
-            "paging": "CacheFullError",
-            "prefill_op": "prefill_requests",
-            "quantizer": "dequantize quantize",
+            "cache.layout": "CacheLayout QuantizedBlock",
+            "decoding.op": "decode_requests",
+            "cache.paging": "CacheFullError",
+            "prefilling.prefill_op": "prefill_requests",
+            "cache.quantizer": "dequantize quantize",
             "requests": "kernel_requests",
             "terrazzo.ops.formats.kv": "FORMATS KVFormat get_format",
         },

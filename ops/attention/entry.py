@@ -8,15 +8,11 @@ from typing import TYPE_CHECKING
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import dlpack, launching, quantized
-from terrazzo.ops.attention import (
-    op,
-    prefill_op,
-    rope_writing,
-    slot_writing,
-    writing,
-)
-from terrazzo.ops.attention.cache import PackedCache
-from terrazzo.ops.attention.codes import codes_for, coding_of
+from terrazzo.ops.attention.cache.cache import PackedCache
+from terrazzo.ops.attention.decoding import op
+from terrazzo.ops.attention.decoding.codes import codes_for, coding_of
+from terrazzo.ops.attention.prefilling import prefill_op
+from terrazzo.ops.attention.writing import rope_writing, slot_writing, writing
 from terrazzo.schedules import attention as schedules
 from terrazzo.schedules import attention_prefill as prefill_schedules
 

@@ -24,11 +24,18 @@ from typing import TYPE_CHECKING, Any
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, launching
 from terrazzo.ops.attention import entry
-from terrazzo.ops.attention.cache import PackedCache, device_of, page_words, residual_of, residual_words, spread_static
-from terrazzo.ops.attention.format import kept_in_f16
-from terrazzo.ops.attention.layout import CacheLayout
-from terrazzo.ops.attention.paging import PageTable, Unstored
-from terrazzo.ops.attention.writing import slides
+from terrazzo.ops.attention.cache.cache import (
+    PackedCache,
+    device_of,
+    page_words,
+    residual_of,
+    residual_words,
+    spread_static,
+)
+from terrazzo.ops.attention.cache.format import kept_in_f16
+from terrazzo.ops.attention.cache.layout import CacheLayout
+from terrazzo.ops.attention.cache.paging import PageTable, Unstored
+from terrazzo.ops.attention.writing.writing import slides
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ from typing import Any
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.spelling import did_you_mean
-from terrazzo.ops.attention.format import PRESETS
+from terrazzo.ops.attention.cache.format import PRESETS
 from terrazzo.ops.formats.kv import FORMATS, get_format
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.attention import op, prefill_op
-from terrazzo.ops.attention.cache import page_words, residual_of
-from terrazzo.ops.attention.format import kept_in_f16
-from terrazzo.ops.attention.layout import CacheLayout
-from terrazzo.ops.attention.writing import write_kernel
+from terrazzo.ops.attention.cache.cache import page_words, residual_of
+from terrazzo.ops.attention.cache.format import kept_in_f16
+from terrazzo.ops.attention.cache.layout import CacheLayout
+from terrazzo.ops.attention.decoding import op
+from terrazzo.ops.attention.prefilling import prefill_op
+from terrazzo.ops.attention.writing.writing import write_kernel
 from terrazzo.schedules import attention as schedules
 from terrazzo.schedules import attention_space, records
 

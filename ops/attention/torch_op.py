@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from terrazzo.ops.attention.cache import PackedCache
-from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention.cache.cache import PackedCache
+from terrazzo.ops.attention.cache.layout import CacheLayout
 
 
 def _fields(cache: PackedCache) -> tuple:
@@ -75,7 +75,7 @@ def attention_decode(
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of q [B, q_len, Hq, D] and the fields of a PackedCache."""
-    from terrazzo.ops.attention import op, reference
+    from terrazzo.ops.attention.decoding import op, reference
 
     cache = _cache(pages, lengths, block_table, residual, slots, k_static, v_static, k_format, v_format, head_dim,
                    sink_tokens, page_size, max_length, mean_length)  # fmt: skip
@@ -120,7 +120,7 @@ def attention_decode_quantized(
     column_scales: bool,
 ) -> Coded:
     """`attention_decode`, and codes of out's rows of Hq D values."""
-    from terrazzo.ops.attention import codes, op, reference
+    from terrazzo.ops.attention.decoding import codes, op, reference
 
     cache = _cache(pages, lengths, block_table, residual, slots, k_static, v_static, k_format, v_format, head_dim,
                    sink_tokens, page_size, max_length, mean_length)  # fmt: skip
@@ -144,7 +144,7 @@ def _five(out: torch.Tensor, lse: torch.Tensor, made) -> Coded:
 @attention_decode_quantized.register_fake
 def _(q, *cache_and_options):
     from terrazzo.ops import quantized
-    from terrazzo.ops.attention import codes
+    from terrazzo.ops.attention.decoding import codes
 
     *_, quant, smooth, column_scales = cache_and_options
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -180,7 +180,8 @@ def attention_prefill(
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of q [N, Hq, D], the fields of a PackedCache, and the new tokens or None."""
-    from terrazzo.ops.attention import prefill_op, prefill_reference, reference
+    from terrazzo.ops.attention.decoding import reference
+    from terrazzo.ops.attention.prefilling import prefill_op, prefill_reference
 
     cache = _cache(pages, lengths, block_table, residual, slots, k_static, v_static, k_format, v_format, head_dim,
                    sink_tokens, page_size, max_length, mean_length)  # fmt: skip
@@ -217,7 +218,7 @@ def attention_append(
     mean_length: int,
 ) -> None:
     """Stores k, v [B, q_len, Hkv, D] in place."""
-    from terrazzo.ops.attention import reference_writing, writing
+    from terrazzo.ops.attention.writing import reference_writing, writing
 
     cache = _cache(pages, lengths, block_table, residual, slots, k_static, v_static, k_format, v_format, head_dim,
                    sink_tokens, page_size, max_length, mean_length)  # fmt: skip
@@ -253,7 +254,7 @@ def attention_store(
     mean_length: int,
 ) -> None:
     """Stores k, v [tokens, Hkv, D] in place."""
-    from terrazzo.ops.attention import reference_writing, writing
+    from terrazzo.ops.attention.writing import reference_writing, writing
 
     cache = _cache(pages, lengths, block_table, residual, slots, k_static, v_static, k_format, v_format, head_dim,
                    sink_tokens, page_size, max_length, mean_length)  # fmt: skip
@@ -288,7 +289,7 @@ def attention_store_slots(
     mean_length: int,
 ) -> None:
     """Stores k, v [tokens, Hkv, D] in place, where slot_mapping [tokens] says."""
-    from terrazzo.ops.attention import reference_writing, slot_writing
+    from terrazzo.ops.attention.writing import reference_writing, slot_writing
 
     cache = _cache(pages, lengths, block_table, residual, slots, k_static, v_static, k_format, v_format, head_dim,
                    sink_tokens, page_size, max_length, mean_length)  # fmt: skip

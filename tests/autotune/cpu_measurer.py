@@ -14,8 +14,8 @@ from terrazzo.autotune import gemm_bench, measure, measurer
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import attention, mxfp4, mxfp4_fp8, nvfp4, w4a8, w4a16, w4ax, w8a8, w8a16
 from terrazzo.ops import fp8 as fp8_weights
-from terrazzo.ops.attention import prefill_reference as prefills
-from terrazzo.ops.attention import reference as caches
+from terrazzo.ops.attention.decoding import reference as caches
+from terrazzo.ops.attention.prefilling import prefill_reference as prefills
 from terrazzo.ops.w4a8 import fp8
 from terrazzo.ops.w4a8 import fp8_reference as integers_fp8
 from terrazzo.ops.w4a8 import reference as integers

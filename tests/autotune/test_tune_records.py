@@ -15,9 +15,10 @@ from terrazzo.autotune.database import Database, Machine, Problem, Trial
 from terrazzo.autotune.operators import get_operator
 from terrazzo.lowering.errors import ArgumentError, CacheError
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.attention import op as attention
-from terrazzo.ops.attention import prefill_op, requests
-from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention import requests
+from terrazzo.ops.attention.cache.layout import CacheLayout
+from terrazzo.ops.attention.decoding import op as attention
+from terrazzo.ops.attention.prefilling import prefill_op
 from terrazzo.ops.w4a8 import grouped as grouped8
 from terrazzo.ops.w4a8 import op as w4a8
 from terrazzo.ops.w4a8.w8a8 import grouped as grouped_bytes

@@ -13,14 +13,16 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
-from terrazzo.ops.attention import cache as caches
-from terrazzo.ops.attention import entry, launch, op, reference
-from terrazzo.ops.attention.layout import CacheLayout, residual_layout
+from terrazzo.ops.attention import entry
+from terrazzo.ops.attention.cache import cache as caches
+from terrazzo.ops.attention.cache import launch
+from terrazzo.ops.attention.cache.layout import CacheLayout, residual_layout
+from terrazzo.ops.attention.decoding import op, reference
 from terrazzo.ops.formats.kv import get_format
 from terrazzo.schedules import attention as schedules
 
 if TYPE_CHECKING:
-    from terrazzo.ops.attention.cache import PackedCache
+    from terrazzo.ops.attention.cache.cache import PackedCache
 
 TARGET = os.environ.get("TERRAZZO_TEST_TARGET")
 DEVICE = "cuda"

@@ -10,9 +10,11 @@ import sys
 from dataclasses import dataclass
 
 import torch
-from terrazzo.ops.attention import cache as caches
-from terrazzo.ops.attention import entry, launch, writing
-from terrazzo.ops.attention.cache import PackedCache
+from terrazzo.ops.attention import entry
+from terrazzo.ops.attention.cache import cache as caches
+from terrazzo.ops.attention.cache import launch
+from terrazzo.ops.attention.cache.cache import PackedCache
+from terrazzo.ops.attention.writing import writing
 
 TARGET = os.environ.get("TERRAZZO_TEST_TARGET")
 DEVICE = "cpu"

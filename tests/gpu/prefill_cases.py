@@ -11,10 +11,12 @@ import sys
 from dataclasses import dataclass, replace
 
 import torch
-from terrazzo.ops.attention import cache as caches
-from terrazzo.ops.attention import entry, prefill_reference, reference
-from terrazzo.ops.attention import prefill_op as op
-from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention import entry
+from terrazzo.ops.attention.cache import cache as caches
+from terrazzo.ops.attention.cache.layout import CacheLayout
+from terrazzo.ops.attention.decoding import reference
+from terrazzo.ops.attention.prefilling import prefill_op as op
+from terrazzo.ops.attention.prefilling import prefill_reference
 from terrazzo.schedules.attention_prefill import Prefill
 
 if __package__:

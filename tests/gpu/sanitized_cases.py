@@ -11,7 +11,8 @@ import torch
 import w4a8_oracles
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import w4a8, w4a16
-from terrazzo.ops.attention import codes, decode
+from terrazzo.ops.attention import decode
+from terrazzo.ops.attention.decoding import codes
 from terrazzo.ops.w4a8 import grouped as w4a8_grouped
 from terrazzo.ops.weight_only import grouped as weight_only_grouped
 from test_attention_codes_gpu import Coded

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from terrazzo.ops.attention import reference_writing
-from terrazzo.ops.attention.cache import PackedCache
+from terrazzo.ops.attention.cache.cache import PackedCache
+from terrazzo.ops.attention.writing import reference_writing
 
 from tests.gpu import attention_write_cases
 from tests.gpu.attention_write_cases import Case

@@ -12,8 +12,9 @@ import pytest
 import torch
 from attention_write_cases import Case, check
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.attention import CacheFullError, KVCache, entry, pack_cache, reference
-from terrazzo.ops.attention.format import kept_in_f16
+from terrazzo.ops.attention import CacheFullError, KVCache, entry, pack_cache
+from terrazzo.ops.attention.cache.format import kept_in_f16
+from terrazzo.ops.attention.decoding import reference
 
 STEPS = int(os.environ.get("TERRAZZO_CACHE_STEPS", 10_000))
 HEADS, GROUP, DIM = 2, 4, 128

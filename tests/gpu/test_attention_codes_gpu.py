@@ -12,8 +12,10 @@ from attention_cases import Case
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import quantized
-from terrazzo.ops.attention import codes, decode, launch, op, reference
-from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention import decode
+from terrazzo.ops.attention.cache import launch
+from terrazzo.ops.attention.cache.layout import CacheLayout
+from terrazzo.ops.attention.decoding import codes, op, reference
 
 FORMS = (("int8", False), ("e4m3", False), ("int8_block128", False), ("e4m3_block128", True))
 """Codes, and whether scales of blocks lie side by side."""

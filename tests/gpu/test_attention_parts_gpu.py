@@ -8,8 +8,9 @@ import attention_cases
 import prefill_cases
 import pytest
 import torch
-from terrazzo.ops.attention import decode, op, reference
-from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention import decode
+from terrazzo.ops.attention.cache.layout import CacheLayout
+from terrazzo.ops.attention.decoding import op, reference
 
 MMA, SHARED = ("mma", 2, 8, 3), ("shared", 8, 8, 2)
 

@@ -9,7 +9,10 @@ import pytest
 import torch
 from prefill_cases import Case, check, fuzz, inputs, run
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.attention import decode, launch, op, prefill, store, writing
+from terrazzo.ops.attention import decode, prefill, store
+from terrazzo.ops.attention.cache import launch
+from terrazzo.ops.attention.decoding import op
+from terrazzo.ops.attention.writing import writing
 
 FUZZ_CASES = 150
 RAGGED = dict(past=(300, 0, 1, 129, 512), new=(150, 33, 0, 1, 64))

@@ -14,8 +14,8 @@ from terrazzo.lowering.kernels import get_kernel
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import activation, attention, norm, quantized, rope
 from terrazzo.ops.activation import reference as activation_reference
-from terrazzo.ops.attention import rope_writing
-from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention.cache.layout import CacheLayout
+from terrazzo.ops.attention.writing import rope_writing
 from terrazzo.ops.norm import reference as norm_reference
 from terrazzo.ops.rope import reference as rope_reference
 
@@ -346,7 +346,7 @@ class Appended:
     head_dim: int = 128
 
     def requests(self) -> list:
-        from terrazzo.ops.attention import writing
+        from terrazzo.ops.attention.writing import writing
 
         layout, at = CacheLayout(self.k, self.v, self.head_dim), Target.detect()
         kind = dict(rotary_dim=self.head_dim, rope="neox", norm=self.norm, numerics="fused", target=at)

@@ -9,7 +9,8 @@ import torch
 from oracles import TARGET
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import w4a8, w4a16, w4ax
-from terrazzo.ops.attention import append, decode, launch, pack_cache
+from terrazzo.ops.attention import append, decode, pack_cache
+from terrazzo.ops.attention.cache import launch
 
 pytestmark = pytest.mark.skipif(bool(TARGET), reason="the host side is the same for every target")
 K, N, TOKENS, EXPERTS = 1024, 512, 11, 3

@@ -10,8 +10,9 @@ from attention_write_cases import TARGET, Case
 from slot_cases import CASES, Slots, prepare
 from terrazzo.lowering.errors import CaptureError
 from terrazzo.ops import attention, rope
-from terrazzo.ops.attention import launch, reference_writing, slot_writing
-from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention.cache import launch
+from terrazzo.ops.attention.cache.layout import CacheLayout
+from terrazzo.ops.attention.writing import reference_writing, slot_writing
 
 
 @pytest.fixture(autouse=True)

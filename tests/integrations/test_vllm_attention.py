@@ -20,7 +20,8 @@ from terrazzo.integrations.vllm import check
 from terrazzo.integrations.vllm.attention_core import Kind, Split
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.attention import op, prefill_op
+from terrazzo.ops.attention.decoding import op
+from terrazzo.ops.attention.prefilling import prefill_op
 from terrazzo.schedules import attention_prefill
 
 from benchmarks.engine_model import write_config

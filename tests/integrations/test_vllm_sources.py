@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from terrazzo.integrations.vllm import attention_core as core
-from terrazzo.ops.attention.cache import page_words
+from terrazzo.ops.attention.cache.cache import page_words
 
 VARIABLE = "TERRAZZO_TEST_VLLM_SOURCES"
 LAYERS, LINEAR = "vllm/model_executor/layers", "vllm/model_executor/kernels/linear"

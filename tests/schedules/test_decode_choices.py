@@ -12,8 +12,8 @@ from pathlib import Path
 
 from terrazzo.autotune.attention_bench import Shape
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.attention import op
-from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention.cache.layout import CacheLayout
+from terrazzo.ops.attention.decoding import op
 from terrazzo.schedules import attention, attention_balance, attention_cost, attention_space
 
 DATA = json.loads((Path(__file__).parents[1] / "data/tuning/decode_h200.json").read_text())

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.attention import prefill_op
-from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention.cache.layout import CacheLayout
+from terrazzo.ops.attention.prefilling import prefill_op
 from terrazzo.schedules import attention_prefill
 
 from benchmarks.attention_prefill import Prompt

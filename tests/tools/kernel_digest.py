@@ -220,7 +220,7 @@ def _w4ax() -> Calls:
 def _attention() -> Calls:
     from terrazzo.lowering.targets import Target
     from terrazzo.ops import attention
-    from terrazzo.ops.attention import slot_writing
+    from terrazzo.ops.attention.writing import slot_writing
 
     def calls(formats: str, target: str, label: str = "", decodes: int = 2, **changes) -> Calls:
         """The first kernels of decode, the last of them the balanced one; and the other kernels."""
@@ -279,8 +279,8 @@ def _attention() -> Calls:
 def _parts(target: str) -> list[KernelRequest]:
     """A prefill whose CTAs share the past, and what adds it up."""
     from terrazzo.lowering.targets import Target
-    from terrazzo.ops.attention import prefill_op
-    from terrazzo.ops.attention.layout import CacheLayout
+    from terrazzo.ops.attention.cache.layout import CacheLayout
+    from terrazzo.ops.attention.prefilling import prefill_op
 
     layout, at = CacheLayout("int4", "int4", 128), Target.parse(target)
     found = prefill_op.prefill_requests(layout, page=128, fresh=True, target=at)
@@ -291,8 +291,8 @@ def _parts(target: str) -> list[KernelRequest]:
 def _ragged() -> list[KernelRequest]:
     """Decode of up to four new tokens of a sequence: split, and by lengths."""
     from terrazzo.lowering.targets import Target
-    from terrazzo.ops.attention import op
-    from terrazzo.ops.attention.layout import CacheLayout
+    from terrazzo.ops.attention.cache.layout import CacheLayout
+    from terrazzo.ops.attention.decoding import op
 
     facts = dict(dtype="float16", page=128, residual=0, softcap=False, sinks=False, target=Target.parse("sm_90a"))
     sizes = (CacheLayout("int4", "int4", 128), 8, 8, 16, 32768)
@@ -302,9 +302,9 @@ def _ragged() -> list[KernelRequest]:
 def _codes() -> list[KernelRequest]:
     """Decode that makes codes of its outputs: one scale for a token, and scales of blocks from rows on wgmma."""
     from terrazzo.lowering.targets import Target
-    from terrazzo.ops.attention import op
-    from terrazzo.ops.attention.codes import Coding
-    from terrazzo.ops.attention.layout import CacheLayout
+    from terrazzo.ops.attention.cache.layout import CacheLayout
+    from terrazzo.ops.attention.decoding import op
+    from terrazzo.ops.attention.decoding.codes import Coding
 
     facts = dict(dtype="float16", page=128, residual=0, softcap=False, sinks=False, target=Target.parse("sm_90a"))
     layout, coding = (
@@ -318,8 +318,8 @@ def _codes() -> list[KernelRequest]:
 def _warpgroups(formats: str, page: int, residual: int) -> list[KernelRequest]:
     """Decode of 32 rows on wgmma, with all that a cache of these formats has."""
     from terrazzo.lowering.targets import Target
-    from terrazzo.ops.attention import op
-    from terrazzo.ops.attention.layout import CacheLayout
+    from terrazzo.ops.attention.cache.layout import CacheLayout
+    from terrazzo.ops.attention.decoding import op
     from terrazzo.schedules.attention import WarpgroupDecode
 
     layout = CacheLayout(*formats.split("/"), 128, 16 if residual == 128 else 0)

@@ -53,8 +53,8 @@ def pretend() -> None:
     kernels.get_kernel = Launch
     launching.targets = lambda packed_for, device, argument="w": (target, target)
     launching.detect = lambda index: target
-    sys.modules["terrazzo.ops.attention.launch"].current_targets = lambda *args: (target, target)
-    for name in ("op", "prefill_op", "writing"):
+    sys.modules["terrazzo.ops.attention.cache.launch"].current_targets = lambda *args: (target, target)
+    for name in ("decoding.op", "prefilling.prefill_op", "writing.writing"):
         vars(sys.modules[f"terrazzo.ops.attention.{name}"])["current_targets"] = lambda *args: (target, target)
 
 
@@ -110,7 +110,7 @@ def main(names: list[str]) -> None:
     on_gpu = torch.cuda.is_available()
     made = calls("cuda" if on_gpu else "cpu")
     if not on_gpu:
-        for name in ("launch", "op", "prefill_op", "writing"):
+        for name in ("cache.launch", "decoding.op", "prefilling.prefill_op", "writing.writing"):
             __import__(f"terrazzo.ops.attention.{name}")
         pretend()
     for name, call in made.items():

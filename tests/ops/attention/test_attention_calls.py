@@ -9,20 +9,12 @@ import torch
 from terrazzo.lowering.errors import ArgumentError, TargetError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching
-from terrazzo.ops.attention import (
-    append,
-    decode,
-    decode_requests,
-    launch,
-    op,
-    pack_cache,
-    prefill,
-    prefill_op,
-    prefill_requests,
-    store,
-    writing,
-)
-from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention import append, decode, decode_requests, pack_cache, prefill, prefill_requests, store
+from terrazzo.ops.attention.cache import launch
+from terrazzo.ops.attention.cache.layout import CacheLayout
+from terrazzo.ops.attention.decoding import op
+from terrazzo.ops.attention.prefilling import prefill_op
+from terrazzo.ops.attention.writing import writing
 from terrazzo.schedules import attention as decode_schedules
 from terrazzo.schedules import attention_prefill as prefill_schedules
 from terrazzo.schedules.checks import check_fields

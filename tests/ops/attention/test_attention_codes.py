@@ -8,7 +8,8 @@ import pytest
 import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import quantized
-from terrazzo.ops.attention import codes, decode, decode_requests, op, pack_cache, reference, torch_op
+from terrazzo.ops.attention import decode, decode_requests, pack_cache, torch_op
+from terrazzo.ops.attention.decoding import codes, op, reference
 from torch._subclasses import FakeTensorMode
 
 FORMS = [(quant, columns) for quant in quantized.QUANTS for columns in {False, "block" in quant}]

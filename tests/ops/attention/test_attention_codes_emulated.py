@@ -9,8 +9,8 @@ import torch
 from emulated_cases import cases
 from rows_on_cpu import MORE_SHIMS
 from terrazzo.lowering.toolchain import toolchain
-from terrazzo.ops.attention import codes as output_codes
-from terrazzo.ops.attention import reference
+from terrazzo.ops.attention.decoding import codes as output_codes
+from terrazzo.ops.attention.decoding import reference
 from terrazzo.ops.tiles import row_outputs
 from terrazzo.schedules.attention import Decode, WarpgroupDecode
 from test_attention_emulated import emulate, on_the_cpu  # noqa: F401

@@ -12,9 +12,9 @@ from emulated_cases import cases
 from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
-from terrazzo.ops.attention import op, reference
-from terrazzo.ops.attention.codes import Codes
-from terrazzo.ops.attention.device import PRIMITIVES
+from terrazzo.ops.attention.decoding import op, reference
+from terrazzo.ops.attention.decoding.codes import Codes
+from terrazzo.ops.attention.device.primitives import PRIMITIVES
 from terrazzo.schedules.attention import Decode, WarpgroupDecode
 from wgmma_on_cpu import SHIMS as WGMMA
 from wgmma_on_cpu import translated

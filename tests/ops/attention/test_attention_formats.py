@@ -7,9 +7,10 @@ import pytest
 import torch
 from terrazzo.layouts.converters import arith
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.attention import cache as caches
-from terrazzo.ops.attention import quantizer, reference
-from terrazzo.ops.attention.layout import CacheLayout, exponents, operand_layout
+from terrazzo.ops.attention.cache import cache as caches
+from terrazzo.ops.attention.cache import quantizer
+from terrazzo.ops.attention.cache.layout import CacheLayout, exponents, operand_layout
+from terrazzo.ops.attention.decoding import reference
 from terrazzo.ops.formats.kv import FORMATS, HEAD_DIMS, get_format
 
 VALUES = [f.name for f in FORMATS.values() if f.for_values]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.attention import KVCache, entry
-from terrazzo.ops.attention import cache as caches
-from terrazzo.ops.attention.paging import CacheFullError
+from terrazzo.ops.attention.cache import cache as caches
+from terrazzo.ops.attention.cache.paging import CacheFullError
 
 HEADS, DIM = 1, 64
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 from terrazzo.lowering.errors import ArgumentError, CaptureError
-from terrazzo.ops.attention import KVCache, launch
+from terrazzo.ops.attention import KVCache
+from terrazzo.ops.attention.cache import launch
 from terrazzo.ops.attention.kv_cache import Batch
 
 

@@ -10,19 +10,10 @@ import torch
 from terrazzo.lowering import kernels
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.attention import (
-    KVCache,
-    append,
-    decode,
-    decode_program,
-    decode_warpgroup_program,
-    kernel_requests,
-    op,
-    pack_cache,
-    store,
-    writing,
-)
-from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention import KVCache, append, decode, kernel_requests, pack_cache, store
+from terrazzo.ops.attention.cache.layout import CacheLayout
+from terrazzo.ops.attention.decoding import decode_program, decode_warpgroup_program, op
+from terrazzo.ops.attention.writing import writing
 from terrazzo.ops.formats import kv
 from terrazzo.schedules import attention as schedules
 from terrazzo.schedules import attention_space

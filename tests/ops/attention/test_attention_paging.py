@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.attention.layout import CacheLayout
-from terrazzo.ops.attention.paging import CacheFullError, PageTable
+from terrazzo.ops.attention.cache.layout import CacheLayout
+from terrazzo.ops.attention.cache.paging import CacheFullError, PageTable
 
 OPERATIONS = st.lists(
     st.tuples(st.sampled_from(("new", "fork", "free", "extend", "extend", "extend")), st.integers(0, 7),

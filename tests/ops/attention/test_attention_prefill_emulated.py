@@ -14,11 +14,11 @@ from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering import compile_request
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
-from terrazzo.ops.attention import new_tokens_program, prefill_merge
-from terrazzo.ops.attention import op as decode_op
-from terrazzo.ops.attention import prefill_op as op
-from terrazzo.ops.attention.prefill_stages import plain_layout
-from terrazzo.ops.attention.quantizer import quantize, rotate
+from terrazzo.ops.attention.cache.quantizer import quantize, rotate
+from terrazzo.ops.attention.decoding import op as decode_op
+from terrazzo.ops.attention.prefilling import new_tokens_program, prefill_merge
+from terrazzo.ops.attention.prefilling import prefill_op as op
+from terrazzo.ops.attention.prefilling.prefill_stages import plain_layout
 from wgmma_on_cpu import SHIMS as WGMMA
 from wgmma_on_cpu import STMATRIX, TURNS, translated
 

@@ -8,21 +8,14 @@ import pytest
 import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.attention import (
-    FORMATS,
-    kernel_requests,
-    op,
-    pack_cache,
-    prefill,
-    prefill_op,
-    prefill_requests,
-    store,
-    writing,
-)
-from terrazzo.ops.attention.layout import CacheLayout
-from terrazzo.ops.attention.prefill_op import fresh_cache, problem_of
-from terrazzo.ops.attention.prefill_operands import exact_converter
-from terrazzo.ops.attention.prefill_stages import STAGE, Geometry
+from terrazzo.ops.attention import FORMATS, kernel_requests, pack_cache, prefill, prefill_requests, store
+from terrazzo.ops.attention.cache.layout import CacheLayout
+from terrazzo.ops.attention.decoding import op
+from terrazzo.ops.attention.prefilling import prefill_op
+from terrazzo.ops.attention.prefilling.prefill_op import fresh_cache, problem_of
+from terrazzo.ops.attention.prefilling.prefill_operands import exact_converter
+from terrazzo.ops.attention.prefilling.prefill_stages import STAGE, Geometry
+from terrazzo.ops.attention.writing import writing
 from terrazzo.schedules import attention_prefill as schedules
 from torch._subclasses import FakeTensorMode
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from terrazzo.ops.attention import KVCache, pack_cache, reference_writing, torch_op
+from terrazzo.ops.attention import KVCache, pack_cache, torch_op
+from terrazzo.ops.attention.writing import reference_writing
 
 HEADS, DIM = 2, 64
 FORMATS = ("float16", "bfloat16", "int8", "int4", "int4_channel32", "fp8", "int8_static")

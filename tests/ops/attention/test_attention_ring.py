@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.attention import KVCache, pack_cache, rope_writing
-from terrazzo.ops.attention import ring_write_program as ring_program
-from terrazzo.ops.attention.format import kept_in_f16
-from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention import KVCache, pack_cache
+from terrazzo.ops.attention.cache.format import kept_in_f16
+from terrazzo.ops.attention.cache.layout import CacheLayout
+from terrazzo.ops.attention.writing import ring_write_program as ring_program
+from terrazzo.ops.attention.writing import rope_writing
 
 
 @pytest.mark.parametrize("ring", [16, 64, 128, 256])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.attention import quantizer
-from terrazzo.ops.attention.cache import pack_cache
-from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention.cache import quantizer
+from terrazzo.ops.attention.cache.cache import pack_cache
+from terrazzo.ops.attention.cache.layout import CacheLayout
 from terrazzo.ops.formats.kv import FORMATS, HEAD_DIMS, KVFormat, get_format
 
 ROTATED = [name for name, fmt in FORMATS.items() if fmt.rotation]

@@ -12,9 +12,9 @@ from terrazzo.lowering.kernels import compile_request
 from terrazzo.lowering.report import KernelReport
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
-from terrazzo.ops.attention import rope_writing, write_program, writing
-from terrazzo.ops.attention.device import CLIPPING, PRIMITIVES
-from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention.cache.layout import CacheLayout
+from terrazzo.ops.attention.device.primitives import CLIPPING, PRIMITIVES
+from terrazzo.ops.attention.writing import rope_writing, write_program, writing
 from terrazzo.ops.rope import reference
 from terrazzo.ops.tiles import heads as heads_in_lanes
 from terrazzo.ops.tiles import row_outputs

@@ -9,7 +9,8 @@ import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import attention
-from terrazzo.ops.attention import CacheLayout, KVCache, pack_cache, slot_writing, torch_op
+from terrazzo.ops.attention import CacheLayout, KVCache, pack_cache, torch_op
+from terrazzo.ops.attention.writing import slot_writing
 
 HEADS, DIM, PAGE = 2, 64, 32
 PAIRS = (("float16", "float16"), ("int8", "int4"), ("int4_hadamard", "int4"), ("int2_hadamard", "int2_hadamard"))

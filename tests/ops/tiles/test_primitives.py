@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from terrazzo.ops.attention import device
+from terrazzo.ops.attention.device import primitives as device
 from terrazzo.ops.tiles import primitives
 
 

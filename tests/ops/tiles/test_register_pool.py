@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from terrazzo.ops.attention import prefill_shared
+from terrazzo.ops.attention.prefilling import prefill_shared
 from terrazzo.ops.tiles import program
 
 REGISTERS = 65536  # of an SM

@@ -1,0 +1,1 @@
+"""Decode attention: programs, plan and launch, codes of outputs, oracle."""

@@ -1,0 +1,453 @@
+"""What one warp does with packed tiles of 16 tokens: scores, softmax, values; generated from the derived layouts.
+
+Accumulator registers of a tile (lane = 4 g + t): value e belongs to token (or dimension) g + 8 * (e // 2) and to row
+2 t + e % 2 of its group of eight rows.
+"""
+
+from types import SimpleNamespace
+
+from terrazzo.ops.attention.cache.layout import CacheLayout, exponents
+from terrazzo.ops.attention.device.calls import (
+    among,
+    any_lane,
+    at32,
+    ex2,
+    fma,
+    hmul2,
+    less_mask,
+    load_words,
+    store_words,
+    tanh,
+    transpose,
+    xor_shuffle,
+)
+from terrazzo.ops.tiles.calls import mma, mma_kind, pack2, unpack
+
+LOWEST = -1e30
+"""Running maximum before any token."""
+THRESHOLD = 4.0
+"""Sums are rescaled when a score exceeds the running maximum by this power of two."""
+P_EXPONENT = 4
+"""P * scale is lifted by 2^4 on its way to f16, away from subnormals; p <= 2^THRESHOLD leaves room for scales < 256."""
+
+
+def each(*bounds: int) -> tuple[int, ...]:
+    """Range of a loop that is expanded while the program is built: its variable is a Python int, not a TIR one."""
+    return tuple(range(*bounds))
+
+
+def less(a, b):
+    """a < b as a condition that TileLang does not try to prove (device.py says why)."""
+    import tilelang.language as T
+
+    return T.call_extern("bool", "tz_less", a, b)
+
+
+def smaller(a, b):
+    """min(a, b), likewise."""
+    import tilelang.language as T
+
+    return T.call_extern("int32", "tz_min", a, b)
+
+
+def larger(a, b):
+    """max(a, b), likewise."""
+    import tilelang.language as T
+
+    return T.call_extern("int32", "tz_max", a, b)
+
+
+def facts_of(
+    layout: CacheLayout, nt: int, tiles: int, softcap: bool, rows_shared: bool = False, inner: bool = False
+) -> SimpleNamespace:
+    """What the formats say of a warp's arithmetic: the powers of two that operands and sums carry in their halves, what
+    a load has, and the arguments of `make_tile_macros`."""
+    k, v = layout.k, layout.v
+    ke, ve = exponents(k, layout.k_layout), exponents(v, layout.v_layout)
+    k_mid, v_mid = max(ke.k) // 2, max(ve.k) // 2
+    k_token, v_token = k.scaling == "token", v.scaling == "token"
+    lift = P_EXPONENT if v_token else 0
+    k_bf16, v_bf16 = (f.operand == "bfloat16" for f in (k, v))
+    biased = k.bias != 0
+    return SimpleNamespace(
+        layout=layout, nt=nt, tiles=tiles, softcap=softcap, rows_shared=rows_shared, inner=inner,
+        k_token=k_token, v_token=v_token, k_bf16=k_bf16, v_bf16=v_bf16, biased=biased,
+        k_shift=(k_mid - ke.k[0], k_mid - ke.k[1]),
+        k_factor=tuple(2.0 ** -(row + k_mid) for row in ke.row),
+        p_factor=tuple(2.0 ** (lift + v_mid - half) for half in ve.k),
+        v_factor=tuple(2.0 ** -(row + lift + v_mid) for row in ve.row),
+        atoms={True: layout.k_layout.block_k // 16, False: layout.v_layout.block_rows // 16},  # of one load
+        words={True: layout.k_layout.load_words, False: layout.v_layout.load_words},
+        one=0x3F803F80 if k_bf16 else 0x3C003C00,
+        q_weight=k.bias if biased else 1,  # of the sum of Q in a score
+        clean=v.scaling == "none",  # f16 values of tokens past the end may be anything, and 0 * NaN is NaN
+    )  # fmt: skip
+
+
+def _make_operand_macro(f: SimpleNamespace):
+    """Macro `operand`: one load of a lane, of keys or of values, converted."""
+    import tilelang.language as T
+
+    words = f.words
+
+    @T.macro
+    def operand(st, base, offset, is_key, lane):
+        """One load of a lane, converted to A registers of its atoms."""
+        if is_key:
+            cvt = f.layout.k.converter
+        else:
+            cvt = f.layout.v.converter
+        if cvt.outputs == 1:
+            load_words(words[is_key], st.a, at32(base, offset + lane * words[is_key]))
+        else:
+            load_words(words[is_key], st.w, at32(base, offset + lane * words[is_key]))
+            for i in each(words[is_key]):
+                T.call_extern("handle", cvt.device_name, st.w[i], T.access_ptr(st.a[i * cvt.outputs], "w", cvt.outputs))
+
+    return operand
+
+
+def _make_query_macros(f: SimpleNamespace) -> SimpleNamespace:
+    """Macros `sum_q` and `scale_q`: the rows' sums of Q that zeros multiply, and Q times a channel group's scales."""
+    import tilelang.language as T
+
+    nt, D, slices, k_kind = f.nt, f.layout.head_dim, f.layout.head_dim // 16, mma_kind(f.layout.k.operand)
+    q_weight = f.q_weight
+
+    def unshifted(half):
+        """The 16-bit pair of 2^-k_shift."""
+        return f.one - f.k_shift[half] * 0x04000400
+
+    @T.macro
+    def sum_q(st):
+        """qs = scale * (sum of each row of Q, times the format's bias), by a product with ones."""
+        if f.k_token or f.biased:
+            for i in each(nt * 8):
+                st.acc[i] = 0.0
+            for i in each(4):
+                st.a[i] = T.uint32(unshifted(i // 2))
+            for j in each(slices):  # two chains: nothing else is under way
+                for t in each(nt):
+                    mma(k_kind, st.acc, (j % 2 * nt + t) * 4, st.a, 0, st.q, (j * nt + t) * 2)
+            for t in each(nt):
+                for j in each(2):
+                    st.qs[t * 2 + j] = (st.acc[t * 4 + j] + st.acc[(nt + t) * 4 + j]) * (st.scale * T.float32(q_weight))
+
+    @T.macro
+    def scale_q(head, rows, scaled, st, lane):
+        """The B fragments at address `rows` times the scales of a channel group, to registers qk or to address
+        `scaled`, and their products with its zeros (by an MMA whose 16 rows are all the zeros)."""
+        for i in each(nt * 4):
+            st.acc[i] = 0.0
+        for j in each(slices // 2):
+            for t in each(nt):
+                load_words(4, st.a[8 + t * 4], at32(rows, ((j * nt + t) * 32 + lane) * 4))
+            for part in each(2):
+                load_words(4, st.w, at32(head, part * (D // 2) + j * 16 + lane % 4 * 4))
+                if part == 0:
+                    for t in each(nt):
+                        for i in each(4):
+                            if f.rows_shared:
+                                st.qf[i] = hmul2(st.a[8 + t * 4 + i], st.w[i])
+                            else:
+                                st.qk[((j * 2 + i // 2) * nt + t) * 2 + i % 2] = hmul2(st.a[8 + t * 4 + i], st.w[i])
+                        if f.rows_shared:  # every lane reads back its own words
+                            store_words(4, at32(scaled, ((j * nt + t) * 32 + lane) * 4), st.qf)
+                else:
+                    for i in each(2):
+                        for half in each(2):
+                            st.a[half * 2] = st.w[i * 2 + half]
+                            if f.k_shift[half]:
+                                st.a[half * 2] = hmul2(st.a[half * 2], T.uint32(unshifted(half)))
+                            st.a[half * 2 + 1] = st.a[half * 2]
+                        for t in each(nt):
+                            mma("fp16", st.acc, t * 4, st.a, 0, st.a, 8 + t * 4 + i * 2)
+        for t in each(nt):
+            for j in each(2):
+                st.qs[t * 2 + j] = st.acc[t * 4 + j] * st.scale
+
+    return SimpleNamespace(sum_q=sum_q, scale_q=scale_q, unshifted=unshifted)
+
+
+def _make_key_macros(f: SimpleNamespace, operand) -> SimpleNamespace:
+    """Macros `products` (of keys and Q) and `finish` (which makes scores of them)."""
+    import tilelang.language as T
+
+    layout, nt, tiles, rows_shared, slices = f.layout, f.nt, f.tiles, f.rows_shared, f.layout.head_dim // 16
+    k, group, params = layout.k, layout.k.group, layout.token_params
+    k_kind, atoms, words = mma_kind(k.operand), f.atoms, f.words
+
+    def chain(r: int, t: int, at: int):
+        """(accumulators, first) of row group t of tile r for atom `at`: two chains where there is nothing else to do
+        while a product is under way."""
+        if nt * tiles == 1 and at % 2:
+            return "acc", 0
+        return "s", (r * nt + t) * 4
+
+    @T.macro
+    def shared_products(base, st, q, which, j, lane):
+        """`products` of load j, with the rows' fragments of two atoms at a time from shared memory."""
+        per_pair = 8 // k.converter.outputs  # words of two atoms
+        for r in which:
+            load_words(
+                words[True],
+                st.wk[(r - which[0]) * 4],
+                at32(base, (r - which[0]) * layout.tile_words + j * 32 * words[True] + lane * words[True]),
+            )
+        for pair in each(atoms[True] // 2):
+            for t in each(nt):
+                load_words(4, st.qf[t * 4], at32(q, (((j * atoms[True]) // 2 + pair) * nt + t) * 128 + lane * 4))
+            for r in which:
+                for i in each(per_pair):
+                    T.call_extern(
+                        "handle", k.converter.device_name, st.wk[(r - which[0]) * 4 + pair * per_pair + i],
+                        T.access_ptr(st.a[i * k.converter.outputs], "w", k.converter.outputs),
+                    )  # fmt: skip
+                for i in each(2):
+                    for t in each(nt):
+                        name, first = chain(r, t, j * atoms[True] + pair * 2 + i)
+                        mma(k_kind, getattr(st, name), first, st.a, i * 4, st.qf, t * 4 + i * 2)
+
+    @T.macro
+    def products(base, st, q, which, lane):
+        """K Q^T of the tiles `which`, the first of them at address `base`, to st.s."""
+        for i in each(4 * nt * len(which)):
+            st.s[which[0] * nt * 4 + i] = 0.0
+        if nt * tiles == 1:
+            for i in each(4):
+                st.acc[i] = 0.0
+        for j in each(slices // atoms[True]):
+            if rows_shared:
+                shared_products(base, st, q, which, j, lane)
+            else:
+                for r in which:
+                    operand(
+                        st, at32(base, (r - which[0]) * layout.tile_words),
+                        j * 32 * words[True], True, lane,
+                    )  # fmt: skip
+                    for i in each(atoms[True]):
+                        at = j * atoms[True] + i
+                        for t in each(nt):
+                            name, first = chain(r, t, at)
+                            mma(k_kind, getattr(st, name), first, st.a, i * 4, q, (at * nt + t) * 2)
+
+    @T.macro
+    def finish(base, st, r, lane):
+        """The softmax's argument, in units of log2, of the products of tile r at address `base`."""
+        if params:
+            load_words(2 * params, st.par[r * 4], at32(base, layout.param_offset + lane // 4 * (2 * params)))
+        if rows_shared and (f.k_token or f.biased):
+            for t in each(nt):
+                load_words(2, st.qs[t * 2], at32(st.row_facts, (nt + t) * 8 + lane % 4 * 2))
+        for e in each(2):
+            if f.k_token:
+                st.f[e] = unpack(0, st.par[r * 4 + e], bf16=False) * (st.scale * T.float32(f.k_factor[e]))
+                st.f[2 + e] = unpack(1, st.par[r * 4 + e], bf16=False)
+            else:
+                st.f[e] = st.scale * T.float32(f.k_factor[e])
+        for t in each(nt):
+            for e in each(4):
+                at = (r * nt + t) * 4 + e
+                if nt * tiles == 1:
+                    st.s[at] = st.s[at] + st.acc[e]
+                if f.k_token:
+                    st.s[at] = fma(st.s[at], st.f[e // 2], st.f[2 + e // 2] * st.qs[t * 2 + e % 2])
+                elif group or f.biased:
+                    st.s[at] = fma(st.s[at], st.f[e // 2], st.qs[t * 2 + e % 2])
+                else:
+                    st.s[at] = st.s[at] * st.f[e // 2]
+                if f.softcap:
+                    st.s[at] = st.cap * tanh(st.s[at] / st.cap)
+
+    return SimpleNamespace(products=products, finish=finish)
+
+
+def _make_softmax_macros(f: SimpleNamespace) -> SimpleNamespace:
+    """Macros `mask` (of the scores of tokens that a row does not see) and `rescale` (to larger running maxima)."""
+    import tilelang.language as T
+
+    layout, nt, tiles, slices = f.layout, f.nt, f.tiles, f.layout.head_dim // 16
+    params, v_token = layout.token_params, f.v_token
+
+    @T.macro
+    def mask(st, r, token, length, lane):
+        """Scores outside a row's limits become -inf; parameters and values of tokens past the end must not be read."""
+        span = T.call_extern("int32", "tz_select", less(0, st.window), st.window, 0x7FFFFFFF)  # tokens that a row sees
+        for t in each(nt):
+            for e in each(4):
+                at = token + lane // 4 + e // 2 * 8
+                st.s[(r * nt + t) * 4 + e] = T.if_then_else(
+                    among(at, st.hi[t * 2 + e % 2], span),
+                    st.s[(r * nt + t) * 4 + e],
+                    -T.infinity("float32"),
+                )
+                if f.inner:
+                    st.s[(r * nt + t) * 4 + e] = T.if_then_else(
+                        among(at, length, length - layout.sink_tokens),
+                        st.s[(r * nt + t) * 4 + e],
+                        -T.infinity("float32"),
+                    )
+        if v_token:
+            for e in each(2):
+                st.par[r * 4 + 2 * (params - 1) + e] = st.par[r * 4 + 2 * (params - 1) + e] & less_mask(
+                    token + lane // 4 + e * 8, length
+                )
+        if f.clean:
+            for e in each(2):
+                first = token + lane % 4 * 2 + e * 8
+                st.keep[r * 2 + e] = (less_mask(first, length) & T.uint32(0xFFFF)) | (
+                    less_mask(first + 1, length) & T.uint32(0xFFFF0000)
+                )
+
+    @T.macro
+    def rescale(st):
+        """A larger running maximum, if a score of any row asks for one."""
+        for i in each(nt * 2):
+            st.x[i] = T.max(st.s[i // 2 * 4 + i % 2], st.s[i // 2 * 4 + i % 2 + 2])
+            for r in each(1, tiles):
+                at = (r * nt + i // 2) * 4 + i % 2
+                st.x[i] = T.max(st.x[i], T.max(st.s[at], st.s[at + 2]))
+        for i in each(nt):
+            st.f[i] = T.max(st.x[i * 2] - st.m[i * 2], st.x[i * 2 + 1] - st.m[i * 2 + 1])
+        for i in each(1, nt):
+            st.f[0] = T.max(st.f[0], st.f[i])
+        if any_lane(st.f[0] > T.float32(THRESHOLD)):
+            for i in each(nt * 2):
+                for d in each(3):
+                    st.x[i] = T.max(st.x[i], xor_shuffle(st.x[i], 4 << d))
+                st.x[i] = T.max(st.x[i], st.m[i])
+                st.f[0] = ex2(st.m[i] - st.x[i])
+                st.m[i] = st.x[i]
+                st.l[i] = st.l[i] * st.f[0]
+                if v_token:
+                    st.z[i] = st.z[i] * st.f[0]
+                for a in each(slices):
+                    for half in each(2):
+                        at = (a * nt + i // 2) * 4 + half * 2 + i % 2
+                        st.o[at] = st.o[at] * st.f[0]
+
+    return SimpleNamespace(mask=mask, rescale=rescale)
+
+
+def _make_values_macro(f: SimpleNamespace, operand):
+    """Macro `values`: O^T += V^T P^T of a tile, whose scores become weights."""
+    import tilelang.language as T
+
+    layout, nt, slices, params = f.layout, f.nt, f.layout.head_dim // 16, f.layout.token_params
+    v_kind, v_token, atoms, words = mma_kind(layout.v.operand), f.v_token, f.atoms, f.words
+
+    @T.macro
+    def values(base, st, r, lane):
+        """O^T += V^T P^T of tile r."""
+        if v_token:
+            for e in each(2):
+                st.f[e] = unpack(0, st.par[r * 4 + 2 * (params - 1) + e], bf16=False) * T.float32(f.p_factor[e])
+                st.f[2 + e] = unpack(1, st.par[r * 4 + 2 * (params - 1) + e], bf16=False)
+        for t in each(nt):
+            for e in each(4):
+                st.p[e] = ex2(st.s[(r * nt + t) * 4 + e] - st.m[t * 2 + e % 2])
+            for e in each(2):
+                st.l[t * 2 + e] = st.l[t * 2 + e] + (st.p[e] + st.p[2 + e])
+                if v_token:
+                    st.z[t * 2 + e] = fma(st.p[e], st.f[2], fma(st.p[2 + e], st.f[3], st.z[t * 2 + e]))
+            for e in each(4):
+                if v_token:
+                    st.p[e] = st.p[e] * st.f[e // 2]
+                elif f.p_factor[e // 2] != 1:
+                    st.p[e] = st.p[e] * T.float32(f.p_factor[e // 2])
+            for e in each(2):
+                st.b[t * 2 + e] = transpose(pack2(st.p[2 * e], st.p[2 * e + 1], bf16=f.v_bf16))
+        for j in each(slices // atoms[False]):
+            operand(st, base, layout.k_words + j * 32 * words[False], False, lane)
+            for i in each(atoms[False]):
+                if f.clean:
+                    for e in each(4):
+                        st.a[i * 4 + e] = st.a[i * 4 + e] & st.keep[r * 2 + e // 2]
+                for t in each(nt):
+                    mma(v_kind, st.o, ((j * atoms[False] + i) * nt + t) * 4, st.a, i * 4, st.b, t * 2)
+
+    return values
+
+
+def make_tile_macros(
+    layout: CacheLayout, nt: int, tiles: int, softcap: bool, rows_shared: bool = False, inner: bool = False
+) -> SimpleNamespace:
+    """Macros over `tiles` tiles and 8 * nt rows: state, clear, sum_q, scale_q, step; and the factors they leave open.
+
+    rows_shared: `q` of a step is the address of the rows' B fragments in shared memory, int32 [slices / 2, nt, 32, 4],
+    and not registers [slices, nt, 2]; and what is true of each row, its last token and sum of Q, at st.row_facts.
+    inner: other tokens than those from the layout's sink_tokens on, up to the length that a step is given, are hidden
+    from all rows, as they are read elsewhere.
+    k_shift: power of two that Q carries in each k half. v_factor: factor of O^T in each row half.
+    """
+    import tilelang.language as T
+
+    f = facts_of(layout, nt, tiles, softcap, rows_shared, inner)
+    slices, v_factor = layout.head_dim // 16, f.v_factor
+    operand = _make_operand_macro(f)
+    of_q, of_keys, of_softmax = _make_query_macros(f), _make_key_macros(f, operand), _make_softmax_macros(f)
+    products, finish = of_keys.products, of_keys.finish
+    mask, rescale = of_softmax.mask, of_softmax.rescale
+    values = _make_values_macro(f, operand)
+
+    def state(scale, cap, window):
+        """Registers of a warp; scale and cap in units of log2, window in tokens."""
+        f32 = {name: T.alloc_local((n,), "float32") for name, n in (
+            ("o", slices * nt * 4), ("m", nt * 2), ("l", nt * 2), ("z", nt * 2), ("qs", nt * 2), ("s", tiles * nt * 4),
+            ("acc", nt * 8), ("x", nt * 2), ("f", 4), ("p", 4),
+        )}  # fmt: skip
+        u32 = {name: T.alloc_local((n,), "uint32") for name, n in (
+            ("q", slices * nt * 2), ("qk", slices * nt * 2), ("w", 4), ("a", 32), ("par", tiles * 4), ("b", nt * 2),
+            ("keep", tiles * 2), ("qf", nt * 4), ("wk", tiles * 4 if rows_shared else 1),
+        )}  # fmt: skip
+        hi = T.alloc_local((nt * 2,), "int32")
+        return SimpleNamespace(**f32, **u32, hi=hi, scale=scale, cap=cap, window=window)
+
+    @T.macro
+    def clear(st):
+        """No token has been seen."""
+        for i in each(slices * nt * 4):
+            st.o[i] = 0.0
+        for i in each(nt * 2):
+            st.m[i] = T.float32(LOWEST)
+            st.l[i] = 0.0
+            st.z[i] = 0.0
+
+    @T.macro
+    def adopt(st):
+        """Sums of O^T at true scale become sums of this format, whose rows carry powers of two."""
+        for i in each(slices * nt * 4):
+            if v_factor[i % 4 // 2] != 1:
+                st.o[i] = st.o[i] * T.float32(1 / v_factor[i % 4 // 2])
+
+    @T.macro
+    def scores(base, st, q, r, lane):
+        """s = scale * K Q^T of tile r at address `base`, in units of log2."""
+        products(base, st, q, (r,), lane)
+        finish(base, st, r, lane)
+
+    @T.macro
+    def step(base, st, q, token, length, edge, lane):
+        """`tiles` tiles from address `base`, tokens `token` on; `edge`: some of them may lie outside a row's limits."""
+        if f.clean:
+            for i in each(tiles * 2):
+                st.keep[i] = T.uint32(0xFFFFFFFF)
+        products(base, st, q, each(tiles), lane)
+        for r in each(tiles):
+            finish(at32(base, r * layout.tile_words), st, r, lane)
+        if edge:
+            if rows_shared:
+                for t in each(nt):
+                    load_words(2, st.hi[t * 2], at32(st.row_facts, t * 8 + lane % 4 * 2))
+            for r in each(tiles):
+                mask(st, r, token + r * 16, length, lane)
+        rescale(st)
+        for r in each(tiles):
+            values(at32(base, r * layout.tile_words), st, r, lane)
+
+    return SimpleNamespace(
+        state=state, adopt=adopt, clear=clear, sum_q=of_q.sum_q, scale_q=of_q.scale_q, step=step, scores=scores,
+        rescale=rescale, values=values, k_shift=f.k_shift, v_factor=v_factor, v_token=f.v_token,
+        kb=str(f.k_bf16).lower(), tile_words=layout.tile_words, finish=finish, mask=mask, p_factor=f.p_factor,
+        unshifted=of_q.unshifted, q_weight=f.q_weight if f.k_token or f.biased else 0,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Prefill attention: programs, plan and launch, oracle."""

@@ -1,0 +1,1 @@
+"""Storing new tokens: programs, plan and launch, oracle."""
