@@ -58,7 +58,7 @@ CASES = {  # case, schedule, splits, shares, new tokens of each sequence, codes,
         "int8_block128", False, True,
     ),
 }  # fmt: skip
-USUAL = ("int8, splits and clusters", "blocks of 128", "ragged")
+USUAL = ("ragged",)
 
 
 def poisoned(codes: output_codes.Codes) -> output_codes.Codes:

@@ -372,10 +372,11 @@ OWN = {  # case, schedule, splits, shares, new tokens of each sequence
 }  # fmt: skip
 USUAL = (
     "one to four tokens, pages",
-    *("channels, pages, sinks", "all stale", "two clusters", "warpgroup channels, options, pages"),
-    "rotated, residual block",
+    "channels, pages, sinks",
+    "warpgroup channels, options, pages",
     "ring, first tokens",
 )
+"""Each program, with what the other cases have one by one."""
 
 
 @pytest.mark.parametrize("name", cases(CASES, USUAL))
@@ -407,6 +408,7 @@ def test_each_sequence_has_new_tokens_of_its_own(name, tmp_path):
     judge(case, q, y, lse, options)
 
 
+@pytest.mark.slow
 def test_decode_with_cp_async(tmp_path):
     case = Case("int4_channel64", "int4", lengths=(300, 63, 0), page=128)
     judge(case, *emulate(case, SMALL, 4, tmp_path, target="sm_80"))

@@ -157,6 +157,7 @@ def test_stream_k(name, tmp_path):
     launches(Program(stream_k, schedule, spec, numerics, tmp_path), spec, m, numerics, partitions)
 
 
+@pytest.mark.slow
 def test_the_last_tile_fetches_the_lowest_box_that_holds_it(tmp_path):
     """A box that is too low leaves rows out, or its barrier waits for bytes that do not come."""
     spec, _, numerics, schedule, _ = STREAM_K["clusters"]

@@ -72,7 +72,7 @@ S8, FAST, PROMOTED, BLOCK = (
     partial(StreamK, form=form) for form in ("s8 direct", "e4m3 fast", "e4m3 promoted", "e4m3 block")
 )
 CASES = {  # numerics, n, k, m, schedule, (grid, shared tiles), output, generic; True: quick
-    "s8 sums": ("s8", 200, 656, 37, S8(32, 2, 1, 3), (3, 3), "int32", False, True),
+    "s8 sums": ("s8", 200, 656, 37, S8(32, 2, 1, 3), (3, 3), "int32", False, False),
     "s8 with zeros": ("s8_zeros", 130, 400, 20, S8(16, 2, 1, 3), (3, 2), "float16", True, True),
     "s8 sums with zeros": ("s8_zeros", 67, 272, 20, S8(16, 1, 2, 2), (2, 1), "int32", False, False),
     "s8 two row blocks": ("s8", 260, 272, 70, S8(32, 2, 2, 2), (3, 1), "bfloat16", False, False),
@@ -80,7 +80,7 @@ CASES = {  # numerics, n, k, m, schedule, (grid, shared tiles), output, generic;
     "s8 parted": ("s8", 130, 512, 20, S8(16, 1, 1, 2), (9, 3), "float16", False, False),
     "s8 wide": ("s8", 130, 272, 260, S8(256, 2, 1, 3), (2, 0), "float16", True, False),
     "fast": ("fast", 130, 400, 20, FAST(16, 2, 1, 3), (3, 3), "float16", True, False),
-    "promoted": ("promoted", 130, 400, 20, PROMOTED(16, 2, 1, 3), (3, 3), "bfloat16", True, True),
+    "promoted": ("promoted", 130, 400, 20, PROMOTED(16, 2, 1, 3), (3, 3), "bfloat16", True, False),
     "promoted two row blocks": ("promoted", 200, 272, 20, PROMOTED(16, 1, 2, 2), (3, 3), "float16", False, False),
     "promoted two pieces": ("promoted", 130, 656, 150, PROMOTED(256, 2, 1, 3), (2, 1), "float16", False, False),
     "promoted clusters": ("promoted", 200, 656, 37, PROMOTED(32, 2, 1, 3, cluster=2), (8, 4), "float16", False, False),

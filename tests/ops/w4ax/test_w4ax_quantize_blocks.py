@@ -28,7 +28,7 @@ CASES = {  # target, K, INT8 blocks, dtype, permuted, norm, granularity
     "two levels": ("sm_90a", 900, 2, "float16", True, False, "two_level"),
     "all int4": ("sm_80", 200, 0, "float16", False, True, "block"),
 }
-QUICK = ("planes", "wide", "static", "two levels")
+QUICK = ("planes", "two levels")
 CASES |= {
     "two levels, planes": ("sm_80", 640, 2, "bfloat16", True, True, "two_level"),
     "two levels of an int8 row": ("sm_90a", 640, 5, "bfloat16", False, False, "two_level"),
@@ -149,7 +149,7 @@ def test_the_cuda_text_computes_the_reference(compiled, name, tmp_path):
     again.check()
 
 
-@pytest.mark.parametrize("name", cases(FRONTED, ("sum and norm", "gate")))
+@pytest.mark.parametrize("name", cases(FRONTED, ("sum and norm",)))
 def test_codes_are_those_of_what_stands_in_front(name, tmp_path):
     """The residual becomes the sum; codes of sums and gates are those of two kernels, to the bit."""
     arch, k, blocks8, dtype, _, norm, granularity, front = FRONTED[name]
