@@ -124,7 +124,8 @@ def models() -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
-    "headline": headline.table,
+    "headline": lambda: headline.table("H100"),
+    "headline-all": headline.table,
     "choice": choice.table,
     "kv-choice": kv_choice.table,
     "kv-agreement": kv_choice.agreement,

@@ -18,7 +18,6 @@ from benchmarks import (
     byte_peers,
     choice,
     gemm,
-    headline,
     peers,
     plot,
     readme,
@@ -471,40 +470,6 @@ def test_tables_of_other_results(monkeypatch, tmp_path, result):
     both = prefill | {"peers": {"sdpa_a": 90.0, "flash_attn3_f16": 80.0, "flash_attn3_fp8": 50.0}}
     (tmp_path / "attention_prefill_h200.json").write_text(json.dumps({**result, "rows": [both]}))
     assert "| 100 | 321 | 0.80x | 0.50x |" in attention()
-
-
-def test_the_headline_takes_the_fastest_peer_of_each_size(monkeypatch, tmp_path, result):
-    folder = tmp_path / "benchmarks" / "results"
-    folder.mkdir(parents=True)
-    monkeypatch.setattr(report, "RESULTS", folder)
-    assert "No result file" in headline.table()
-    shared = {"op": "w4a16", "m": 16, "n": 64, "k": 64, "dtype": "float16"}
-    rows = [
-        shared | {"us": 10.0, "peers": {"cublas_f16": 40.0, "marlin": 30.0, "generic": 10.0}},
-        shared | {"us": 10.0, "peers": {"cublas_f16": 10.0, "marlin": 20.0}},
-        shared | {"us": None, "peers": {"marlin": 1.0}},
-    ]
-    (folder / "w4a16_h200.json").write_text(json.dumps({**result, "gpu": "NVIDIA H200", "rows": rows}))
-    ours = {"shape": "llama", "weights": "w4a16", "kv": "auto", "batch": 1, "kernel": "terrazzo", "step_ms": 2.0}
-    peer = ours | {"kernel": "machete", "step_ms": 5.0}
-    alone = {**result, "gpu": "NVIDIA H100 80GB HBM3", "vllm": "0.26.0", "rows": [ours, peer, peer | {"batch": 4}]}
-    (folder / "engine_h100.json").write_text(json.dumps(alone))
-    half = shared | {"dtype": "bfloat16", "us": 10.0, "peers": {"cublas_f16": 30.0, "vllm_marlin": 20.0}}
-    brain = [half | {"k": k} for k in (64, 128, 192)]
-    (folder / "w4a16_bf16_h100.json").write_text(json.dumps({**result, "gpu": "NVIDIA H100 80GB HBM3", "rows": brain}))
-    layer = {"op": "w4a16", "m": 32, "tokens": 16, "experts": 8, "us": 10.0, "torch_bf16": 40.0}
-    even = layer | {"m": 128, "vllm_triton": 1.0}
-    stacks = [layer | {"vllm_triton": 30.0}, layer | {"vllm_triton": 120.0, "torch_bf16": 10.0}, layer, even]
-    (folder / "grouped_h200.json").write_text(json.dumps({**result, "gpu": "NVIDIA H200", "rows": stacks}))
-    brains, product, experts, engine = headline.table().splitlines()[2:]
-    assert "| [W4A16, experts](" in experts and "| H200 | torch bf16, vLLM's Triton experts |" in experts
-    assert [cell.strip() for cell in experts.split("|")[4:]] == ["", "", "2.00x", "", "", "", "", ""]
-    assert product.startswith("| [W4A16, one shape](benchmarks/results/w4a16_h200.json) | H200 | cuBLAS f16, Marlin |")
-    assert brains.startswith(
-        "| [W4A16, bfloat16](benchmarks/results/w4a16_bf16_h100.json) | H100 | cuBLAS bf16, Marlin |"
-    )
-    assert [cell.strip() for cell in product.split("|")[4:]] == ["", "", "2.00x", "", "", "", "", ""]
-    assert "| H100 | Machete | 2.50x |  |" in engine
 
 
 def test_the_table_of_formats_has_accuracy_beside_speed(monkeypatch, tmp_path, result):
