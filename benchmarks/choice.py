@@ -62,7 +62,8 @@ def formats() -> dict[str, Format]:
                 made.accuracy[result["model"]] = row["ratio"], row["error"]
     found.pop("f16", None)
     for name, (pattern, op, group) in FILES.items():
-        for path in sorted(report.RESULTS.glob(pattern), reverse=True)[:1]:  # one GPU for each format
+        files = (path for path in report.RESULTS.glob(pattern) if "_held_out_" not in path.name)
+        for path in sorted(files, reverse=True)[:1]:  # one GPU for each format
             _speed(found[name], json.loads(path.read_text(encoding="utf-8")), op, group)
     return {name: it for name, it in found.items() if it.accuracy or it.speed}
 

@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 
 TOOL = Path(__file__).parent / "tools" / "stays.py"
-MOST_STAYS, MOST_FILES = 15, 6
+MOST = {
+    "w4a16.gemm": (5, 3), "w4a8.gemm": (14, 6), "w4ax.gemm": (14, 5), "attention.decode": (13, 5),
+    "w8a8.gemm": (20, 7), "norm.fused_add_rms_norm": (39, 8), "activation.act_and_mul": (23, 8),
+}  # fmt: skip
+"""Call -> most stays and files. These only go down."""
 
 
 @pytest.fixture(scope="module")
@@ -18,11 +22,12 @@ def counted() -> dict[str, tuple[int, int]]:
     return {name: (int(stays), int(files)) for name, stays, _, _, files, _ in lines}
 
 
-def test_four_calls_are_counted(counted):
-    assert set(counted) == {"w4a16.gemm", "w4a8.gemm", "w4ax.gemm", "attention.decode"}
+def test_every_call_is_counted(counted):
+    assert set(counted) == set(MOST)
 
 
-@pytest.mark.parametrize("name", ["w4a16.gemm", "w4a8.gemm", "w4ax.gemm", "attention.decode"])
+@pytest.mark.parametrize("name", MOST)
 def test_a_warm_call_enters_few_functions_in_few_files(counted, name):
     stays, files = counted[name]
-    assert 3 <= stays <= MOST_STAYS and files <= MOST_FILES, f"see `python {TOOL} {name}`"
+    most = MOST[name]
+    assert 3 <= stays <= most[0] and files <= most[1], f"{stays} in {files}: see `python {TOOL} {name}`"

@@ -1,7 +1,8 @@
 """x's way through a call: the Python functions of ours that one warm call enters, in order, and in how many files.
 
-    python tests/tools/stays.py                 w4a16.gemm, w4a8.gemm, w4ax.gemm and attention.decode
+    python tests/tools/stays.py                 every call that is counted
     python tests/tools/stays.py w4a8.gemm       one of them, with the way
+    python tests/tools/stays.py --time FILE     on a GPU: microseconds of the host for each call, written as JSON
 
 A stay is one function entered (sys.setprofile, "call"). Without a GPU, tensors of the CPU pass for a GPU's and kernels
 are replaced: their launch is no stay.
@@ -9,7 +10,11 @@ are replaced: their launch is no stay.
 
 from __future__ import annotations
 
+import json
+import statistics
+import subprocess
 import sys
+import timeit
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -18,7 +23,7 @@ from typing import Any
 import torch
 from terrazzo.lowering import kernels
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import attention, launching, w4a8, w4a16, w4ax
+from terrazzo.ops import activation, attention, launching, norm, w4a8, w4a16, w4ax, w8a8
 
 ROOT = Path(__file__).parents[2]
 FLOORS = ("ops", "schedules", "layouts", "lowering", "autotune", "terrazzo", "nn")
@@ -76,7 +81,29 @@ def calls(device: str) -> dict[str, Callable[[], Any]]:
     cache = attention.pack_cache(keys, keys, "int4", "int4")
     q = torch.randn(2, 1, 8, 128, generator=generator).to(device, torch.float16)
     made["attention.decode"] = lambda: attention.decode(q, cache)
+    bytes8 = w8a8.quantize(weight.to(device), codes="int8")
+    made["w8a8.gemm"] = lambda: w8a8.gemm(x, bytes8)
+    ones, pairs = torch.ones(512, dtype=x.dtype, device=device), torch.cat([x, x], dim=1)
+    made["norm.fused_add_rms_norm"] = lambda: norm.fused_add_rms_norm(x, x.clone(), ones)
+    made["activation.act_and_mul"] = lambda: activation.act_and_mul(pairs, activation="silu")
     return made
+
+
+def timed(path: Path, runs: int = 15, calls_a_run: int = 400) -> None:
+    """Write microseconds of the host for each call: least and median of the runs, with the card and the commit."""
+    done = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    rows = []
+    for name, call in calls("cuda").items():
+        stays(call)  # warm
+        times = []
+        for _ in range(runs):
+            times.append(timeit.timeit(call, number=calls_a_run) / calls_a_run * 1e6)
+            torch.cuda.synchronize()
+        rows.append({"call": name, "us": round(min(times), 2), "median_us": round(statistics.median(times), 2)})
+        print(rows[-1], flush=True)
+    card = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "runs": runs, "calls_a_run": calls_a_run}
+    found = {**card, "commit": done.stdout.strip(), "rows": rows}
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def stays(call: Callable[[], Any]) -> list[tuple[str, str]]:
@@ -107,6 +134,9 @@ def _place(frame: FrameType) -> str:
 
 
 def main(names: list[str]) -> None:
+    if names[:1] == ["--time"]:
+        timed(Path(names[1]))
+        return
     on_gpu = torch.cuda.is_available()
     made = calls("cuda" if on_gpu else "cpu")
     if not on_gpu:

@@ -102,7 +102,8 @@ def semaphores(device: torch.device, count: int, capturing: bool) -> torch.Tenso
     """`count` zeros that kernels of the current stream leave zero; captured graphs keep the ones they were given."""
     import torch
 
-    key = (device, graphs.current_stream(torch.cuda.current_device() if device.index is None else device.index))
+    handle = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if device.index is None else device.index)
+    key = (device, graphs.standing.get(handle, handle))
     make = lambda: torch.zeros(max(4096, 2 * count), dtype=torch.int32, device=device)
     with _counting:  # two streams must not be given one spare
         held, spares = _counters.setdefault(key, []), _spares.setdefault(device, [])
