@@ -95,10 +95,14 @@ def _text(path: Path, most: int) -> str:
 
 def _bytes(path: Path, most: int) -> bytes:
     """The first bytes of a file. OSError for what is none: a pipe would be waited for, a device has no end."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise OSError("it is no file (a folder, pipe or device)")
-        return file.read(most)
+        with open(handle, "rb", closefd=False) as file:
+            return file.read(most)
+    finally:
+        os.close(handle)
 
 
 def is_count(value: Any, least: int = 0, most: int = MOST) -> bool:

@@ -16,11 +16,12 @@ PATTERNS = (
 """What a user of a model needs beside its config and weights, by the names that publishers give it."""
 
 
-def carry(source: str | Path | None, folder: Path) -> list[str]:
+def carry(source: str | Path | None, folder: Path, argument: str = "folder") -> list[str]:
     """Copy those files from a model's folder into another one, as bytes: nothing in them is read or run.
 
     Args:
         source: a folder; anything else has none of them. folder: where they go, in the place of equal names.
+        argument: what the caller names `folder` by.
 
     Returns:
         their names, sorted.
@@ -37,7 +38,7 @@ def carry(source: str | Path | None, folder: Path) -> list[str]:
             data = path.read_bytes()
         except OSError as error:
             raise ArgumentError("source", str(path), f"cannot be read ({error.strerror})", "get it again") from None
-        with tensor_files.named("folder", there):
+        with tensor_files.named(argument, there):
             there.parent.mkdir(exist_ok=True)
-        tensor_files.write_bytes(there, data, "folder")
+        tensor_files.write_bytes(there, data, argument)
     return [path.relative_to(root).as_posix() for path in found]

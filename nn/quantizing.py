@@ -136,7 +136,7 @@ def quantize_folder(
         size = sum((folder / name).stat().st_size for name in files)
         out_folder.write_json(model_module.INDEX, {"metadata": {"total_size": size}, "weight_map": places})
         skeleton.config.dtype = found
-        model_module.write_configs(folder, skeleton.config, formats, generation, source)
+        model_module.write_configs(folder, skeleton.config, formats, generation, source, "out")
         out_folder.finish()
     return errors
 

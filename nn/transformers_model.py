@@ -39,6 +39,8 @@ VERSION = 1
 INDEX = "model.safetensors.index.json"
 SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 """Files of weights in such folders."""
+WHERE = "save_directory"
+"""What save_pretrained names its folder by."""
 STEPS = 256
 """Steps of one token for which a cache takes pages ahead, so that one CUDA graph serves them."""
 REFUSED = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -354,14 +356,14 @@ class Causal:
             constraint = f"has one of {self.ranks.world} shares of the model, and a folder holds all of it"
             raise ArgumentError("tensor_parallel", self.ranks.rank, constraint, "save what load gives without it")
         folder = weights.path_of(save_directory)
-        with tensor_files.named("save_directory", folder):
+        with tensor_files.named(WHERE, folder):
             folder.mkdir(parents=True, exist_ok=True)
         state = {f"decoder.{name}": t for name, t in self.decoder.state_dict().items()}
         tied = getattr(self.lm_head, "weight", None)
         if tied is None or tied.data_ptr() != self.decoder.embed_tokens.weight.data_ptr():
             state |= {f"lm_head.{name}": t for name, t in self.lm_head.state_dict().items()}
         write_state(folder, state | static_state(*self.model.static) | refusal_state(), max_shard_size)
-        write_configs(folder, self.config, self.model.formats, self.generation_config, self.name_or_path)
+        write_configs(folder, self.config, self.model.formats, self.generation_config, self.name_or_path, WHERE)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, **options: Any) -> Any:
@@ -407,13 +409,13 @@ def write_state(folder: Path, state: dict[str, torch.Tensor], max_shard_size: st
     plan = split_torch_state_dict_into_shards(state, max_shard_size=max_shard_size)
     for name, tensors in plan.filename_to_tensors.items():
         parts = {tensor: state[tensor] for tensor in tensors}
-        tensor_files.write_tensors(folder / name, parts, {"format": "pt"}, "save_directory")
+        tensor_files.write_tensors(folder / name, parts, {"format": "pt"}, WHERE)
     written = set(plan.filename_to_tensors)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         written.add(INDEX)
-        tensor_files.write_bytes(folder / INDEX, json.dumps(index, indent=2).encode(), "save_directory")
-    with tensor_files.named("save_directory", folder):
+        tensor_files.write_bytes(folder / INDEX, json.dumps(index, indent=2).encode(), WHERE)
+    with tensor_files.named(WHERE, folder):
         for name in os.listdir(folder):
             if SHARD.fullmatch(name) and name not in written:
                 os.remove(folder / name)
@@ -429,19 +431,22 @@ def refusal_state() -> dict[str, torch.Tensor]:
 
 
 def write_configs(
-    folder: Path, config: Any, formats: tuple[str, str], generation: Any, source: str | Path | None
+    folder: Path, config: Any, formats: tuple[str, str], generation: Any, source: str | Path | None, argument: str
 ) -> None:
-    """config.json, which says that weights are packed, generation_config.json, and what `carry` takes from `source`."""
+    """config.json, which says that weights are packed, generation_config.json, and what `carry` takes from `source`.
+
+    Errors of writing name `argument`.
+    """
     config = deepcopy(config)
     config.quantization_config = {"quant_method": METHOD, "version": VERSION, "kv": list(formats)}
     config.architectures = [class_of(AutoModelForCausalLM._model_mapping[type(config)]).__name__]  # engines ask for it
-    with tensor_files.named("folder", folder), tempfile.TemporaryDirectory() as place:
+    with tensor_files.named(argument, folder), tempfile.TemporaryDirectory() as place:
         config.save_pretrained(place)
         if generation is not None:  # save_pretrained would refuse settings that published files have
             generation.to_json_file(Path(place, "generation_config.json"))
         for name in sorted(os.listdir(place)):
-            tensor_files.write_bytes(folder / name, Path(place, name).read_bytes(), "folder")
-    carry(source, folder)
+            tensor_files.write_bytes(folder / name, Path(place, name).read_bytes(), argument)
+    carry(source, folder, argument)
 
 
 @cache

@@ -55,6 +55,15 @@ def test_a_calibration_that_is_no_file_is_refused_and_none_is_waited_for(folder,
     assert not (tmp_path / "out").exists()
 
 
+def test_a_job_that_is_no_file_is_refused_and_not_waited_for(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    for option in ("--job", "--shapes"):
+        for bad in (tmp_path / "pipe", "/dev/zero", tmp_path):
+            assert main(["tune", option, str(bad), "--dry-run"]) == 2
+            said = capsys.readouterr().err
+            assert str(bad) in said and "is no file" in said and said.count("\n") == 1
+
+
 def test_of_a_huge_text_only_the_beginning_is_read(folder, tmp_path):
     """32 bytes for a token; what is no UTF-8 is replaced."""
     from terrazzo.commands_quantize import _tokens_of

@@ -429,6 +429,21 @@ def test_quantize_on_a_full_disk_is_a_named_error_and_goes_on(source, whole, tmp
     assert contents(out) == whole
 
 
+def test_each_file_that_cannot_be_written_names_the_folder(source, whole, tmp_path):
+    """Layers, notes of them, index, configs, in the order of writing; each run begins where the one before ended."""
+    out, named = tmp_path / "out", set()
+    for number in range(4 * len(whole)):
+        with failing("replace", number, errno.EIO):
+            try:
+                run(source, out)
+                break
+            except ArgumentError as error:
+                assert error.argument == "out" and str(error.value).startswith(str(out))
+                named.add(Path(error.value).name)
+        shutil.rmtree(out)
+    assert named == set(whole) and contents(out) == whole
+
+
 def test_targets_that_cannot_be_written(source, tmp_path):
     (tmp_path / "file").write_text("x")
     for bad in (tmp_path / "file", tmp_path / "file" / "out", Path("/proc/out"), Path("/dev/null/out")):
