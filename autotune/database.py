@@ -403,7 +403,7 @@ class Database:
         Raises:
             CacheError: it is not there, or cannot be read.
         """
-        if not Path(other).is_file():
+        if not os.path.isfile(other):
             raise CacheError(f"{other} is no file; name a trial database")
         with closing(Database(other, create=False)) as source:
             new = self.add(source.trials())

@@ -91,7 +91,7 @@ def write_bundle(
         raise ArgumentError(
             "requests", targets, "a bundle holds kernels of exactly one target", "write one bundle for each target"
         )
-    if path.exists() and not (replace and (path / folders.MANIFEST).is_file()):
+    if os.path.exists(path) and not (replace and os.path.isfile(path / folders.MANIFEST)):
         raise BundleError(
             f"{path} exists already; remove it, choose another folder or pass replace=True to replace a bundle"
         )

@@ -80,12 +80,14 @@ def named_compiler() -> tuple[str, str] | None:
         return (named, VARIABLE) if named else None
     try:
         path = config_file()
-        status = path.stat()
+        seen = path.stat(), path.parent.stat()
     except (ToolchainError, OSError):
         return None
     remedy = f"remove it, and run `terrazzo config compiler` again, or set {VARIABLE}"
-    if status.st_uid not in (0, os.getuid()) or status.st_mode & 0o022:
-        raise ToolchainError(f"{path} names a program to run, and others than this user may write it; {remedy}")
+    if any(it.st_uid not in (0, os.getuid()) or it.st_mode & 0o022 for it in seen):
+        raise ToolchainError(
+            f"{path} names a program to run, and others than this user may write it or its folder; {remedy}"
+        )
     try:
         found = read_json(path, "config.json", remedy, most=1 << 16)
     except ArgumentError as error:

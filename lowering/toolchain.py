@@ -129,7 +129,8 @@ def find_host_compiler() -> str | None:
 def _nvcc_versions(nvcc: str) -> tuple[str, str]:
     """(compiler, toolkit) versions of one nvcc: its own build string, and CUDA_VERSION of the headers beside it."""
     try:
-        done = subprocess.run([nvcc, "--version"], capture_output=True, timeout=60, check=True)
+        quiet = subprocess.DEVNULL
+        done = subprocess.run([nvcc, "--version"], stdin=quiet, capture_output=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise ToolchainError(f"{nvcc} --version fails ({error}); {INSTALL_COMPILER}") from error
     said = done.stdout.decode(errors="replace")
@@ -185,6 +186,7 @@ def run_tool(command: list[str], folder: Path, **options: Any) -> subprocess.Com
         encoding="utf-8",
         errors="replace",
         check=False,
+        **({} if "input" in options else {"stdin": subprocess.DEVNULL}),  # where ours is closed, nvcc would have none
         **options,
     )
 

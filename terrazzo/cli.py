@@ -57,13 +57,15 @@ for _command in (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code. Never shows a traceback for bad input."""
     _open_streams()
+    code = 0
     try:
         code = _run(sys.argv[1:] if argv is None else list(argv))
         sys.stdout.flush()  # what a closed pipe or a full disk refuses is noticed here, not at the end of Python
     except BrokenPipeError:
         return _give_up_stdout()
     except OSError as error:
-        return _give_up_stdout() and _refuse(f"the output cannot be written: {error.strerror or error}")
+        _give_up_stdout()
+        return code or _refuse(_unwritten(error))  # where there is a code, its line was said
     return code
 
 
@@ -89,9 +91,14 @@ def _run(argv: list[str]) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:  # a file or folder that cannot be read or written
-        named = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
-        return _refuse(f"{named}{error.strerror or error}; name another file or folder")
+        if not isinstance(error.filename, str | bytes):
+            return _refuse(_unwritten(error))
+        return _refuse(f"{os.fsdecode(error.filename)}: {error.strerror or error}; name another file or folder")
     return code if isinstance(code, int) else 0  # click hands over the code of an Exit
+
+
+def _unwritten(error: OSError) -> str:
+    return f"what is printed or saved cannot be written: {error.strerror or error}; make room, or name another place"
 
 
 def _stop(*_: object) -> None:

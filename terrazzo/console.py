@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +120,10 @@ def check_writable(option: str, path: Path | None) -> None:
     """Refuse, before the work is done, a file or folder that could not be made at `path`."""
     if path is None:
         return
-    above = next(folder for folder in path.absolute().parents if folder.exists())
+    above = next(folder for folder in path.absolute().parents if os.path.exists(folder))
     try:
+        with suppress(FileNotFoundError, NotADirectoryError):  # a name that is too long is neither
+            path.with_name(f".{path.name}.old.12345678").lstat()  # as is written beside it first
         tempfile.TemporaryFile(dir=above).close()  # os.access says yes to root, of /proc too
     except OSError as error:
         reason = f"nothing can be made in {above} ({error.strerror})"

@@ -209,6 +209,7 @@ def shell(tmp_path, text: str) -> subprocess.CompletedProcess:
         ("$TERRAZZO layout --json | head -c 1 >/dev/null; exit ${PIPESTATUS[0]}", (0, 141)),
         ("$TERRAZZO layout >/dev/full", 2),
         ("$TERRAZZO layout --json >/dev/full", 2),
+        ("unset PYTHONUNBUFFERED; $TERRAZZO layout >/dev/full", 2),
     ],
 )
 def test_a_closed_output_is_no_traceback(tmp_path, text, code):
@@ -216,3 +217,17 @@ def test_a_closed_output_is_no_traceback(tmp_path, text, code):
     assert done.returncode in (code if isinstance(code, tuple) else (code,)), done.stderr
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
     assert done.stderr.count("\n") <= 1
+
+
+def test_a_full_output_adds_no_line_to_an_error(tmp_path):
+    """What was printed before the error is refused only when the command ends."""
+    (tmp_path / "verb.py").write_text(
+        "from terrazzo import cli\n"
+        "def verb(**_):\n"
+        "    print('a part')\n"
+        "    raise cli.TerrazzoError('no')\n"
+        "cli.layout.callback = verb\n"
+        "raise SystemExit(cli.main(['layout']))\n"
+    )
+    done = shell(tmp_path, f"unset PYTHONUNBUFFERED; {sys.executable} {tmp_path}/verb.py >/dev/full")
+    assert (done.returncode, done.stderr) == (2, "terrazzo: no\n")

@@ -119,9 +119,11 @@ def test_a_damaged_configuration_is_an_error(text):
     assert compilers.compiler_report()["problem"]
 
 
-def test_a_configuration_that_others_may_write_is_not_followed(interpreter):
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_a_configuration_that_others_may_write_is_not_followed(interpreter, what):
     compilers.set_compiler(interpreter(HONEST))
-    compilers.config_file().chmod(0o666)
+    file = compilers.config_file()
+    (file if what == "file" else file.parent).chmod(0o666 if what == "file" else 0o777)
     with pytest.raises(ToolchainError, match="others than this user may write it"):
         compilers.compiler()
 

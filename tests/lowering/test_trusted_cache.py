@@ -397,9 +397,10 @@ def test_a_kernel_that_no_folder_can_hold_says_what_to_set(cache_dir, monkeypatc
 
 @needs_compiler
 @pytest.mark.compiles
-def test_a_kernel_is_compiled_where_home_and_tmpdir_cannot_be_written_and_stdout_is_closed(tmp_path):
+def test_a_kernel_is_compiled_where_home_and_tmpdir_cannot_be_written_and_streams_are_closed(tmp_path):
     code = """
 import os
+os.close(0)
 os.close(1)
 from lowering_tools import request_for
 from terrazzo.lowering import get_kernel
