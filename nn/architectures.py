@@ -19,11 +19,13 @@ from terrazzo.nn.mlp import MLP, SparseMLP
 from terrazzo.nn.norm import RMSNorm
 from terrazzo.nn.parallel import SharedHead, TensorParallel, local_shape
 from terrazzo.nn.sources import Published, Source
+from terrazzo.ops import weights
 
 MODELS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text", "gpt_oss")
 """Values of `model_type` in a config (of the text model, where there are several)."""
 SWIGLU_OAI = {"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 """What gpt-oss's config says of the activation that "swiglu_oai" is."""
+DAMAGED = "the checkpoint is damaged: get it again"
 HEAD_DIMS = (64, 128, 256)
 HEAD_LEAVES = ("weight", "qweight", "weight_packed", "words")
 """Of which a head has one: in floats or bytes, in two ways of 4-bit words, or packed by Terrazzo."""
@@ -342,16 +344,21 @@ class Builder:
 
 
 def _shaped(values: torch.Tensor, shape: tuple[int, ...], name: str) -> torch.Tensor:
-    """`values`, which have this shape."""
+    """`values`, which have this shape and are finite."""
     if tuple(values.shape) != shape:
         constraint = f"must be {list(shape)} by the config"
         raise ArgumentError(name, list(values.shape), constraint, "take the checkpoint's own config.json")
+    weights.check_finite(name, values, DAMAGED)
     return values
 
 
 def _sized(layer: Any, n: int, k: int, name: str) -> Any:
-    """`layer`, which has n outputs and k inputs."""
+    """`layer`, which has n outputs and k inputs; of a float one, finite weights."""
     seen, wanted = [layer.out_features, layer.in_features], [n, k]
     if seen != wanted:
         raise ArgumentError(name, seen, f"must be {wanted} by the config", "take the checkpoint's own config.json")
+    own = layer.part if isinstance(layer, SharedHead) else layer
+    for leaf in ("weight", "bias") if isinstance(own, Dense) else ():
+        if (values := getattr(own, leaf)) is not None:
+            weights.check_finite(f"{name}.{leaf}", values, DAMAGED)
     return layer

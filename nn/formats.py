@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib import import_module
@@ -267,12 +268,14 @@ def encoded(facts: dict[str, Any]) -> torch.Tensor:
 
 def decoded(tensor: torch.Tensor, name: str) -> dict[str, Any]:
     """The facts in a tensor that `encoded` made; ArgumentError for another one."""
-    try:
-        facts = json.loads(bytes(tensor.detach().cpu().tolist()))
-        if isinstance(facts, dict) and facts.get("family") in FAMILIES:
+    facts: Any = None
+    if tensor.numel() <= STATE_BYTES:
+        with suppress(ValueError, TypeError, RecursionError):
+            facts = json.loads(bytes(tensor.detach().cpu().tolist()))
+    if isinstance(facts, dict) and isinstance(facts.get("family"), str) and facts["family"] in FAMILIES:
+        held = facts.get("tensors")
+        if isinstance(held, list) and all(isinstance(one, str) for one in held):
             return facts
-    except (ValueError, TypeError):
-        facts = None
     raise ArgumentError(name, "other bytes", "must name the format of its weight", "save the module's state again")
 
 

@@ -270,6 +270,9 @@ def _static(source: Source, formats: tuple[str, str], shape: Any) -> tuple[torch
     made: list[torch.Tensor | None] = []
     for part, name in zip("kv", formats):
         made.append(source.scales(part, shape) if needs_scales((name, name)) else None)
+        if made[-1] is not None and not bool((made[-1].isfinite() & (made[-1] > 0)).all()):
+            constraint = "its static scales must be finite and above 0"
+            raise ArgumentError(f"{part}_scale", float(made[-1].min()), constraint, "get the checkpoint again")
         if needs_scales((name, name)) and made[-1] is None:
             constraint = "needs calibrated scales, which the checkpoint does not have"
             raise ArgumentError("kv", name, constraint, "use int8 or int4, or terrazzo quantize --calibration TEXT")

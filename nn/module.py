@@ -146,7 +146,8 @@ def stored_weight(state: Mapping[str, torch.Tensor], prefix: str = "") -> Any:
     """The weight that a `PackedModule` left in a state, over the state's tensors; a GroupedWeight for experts.
 
     Raises:
-        ArgumentError: no such weight. LayoutMismatchError: it was packed with another layout than this version's.
+        ArgumentError: no such weight, or one with scales or a bias that are not finite.
+        LayoutMismatchError: it was packed with another layout than this version's.
     """
     if not isinstance(state, Mapping):
         raise ArgumentError("state", type(state).__name__, "must be tensors by name", "pass module.state_dict()")
@@ -159,11 +160,19 @@ def stored_weight(state: Mapping[str, torch.Tensor], prefix: str = "") -> Any:
     facts = formats.decoded(state[name], name)
     family = FAMILIES[facts["family"]]
     plain = {field: facts[field] for field in formats.plain_fields(family) if field in facts}
-    tensors = {}
+    tensors, held = {}, facts["tensors"]
     for field in family.names:
         tensors[field] = state.get(f"{prefix}{field}")
-        if (tensors[field] is None) == (field in facts["tensors"]):
+        if (tensors[field] is None) == (field in held):
             seen = None if tensors[field] is None else "given"
-            raise ArgumentError(f"{prefix}{field}", seen, f"its format names {facts['tensors']}", "save it again")
-    weight = family.weight(**tensors, **plain)
-    return GroupedWeight(weight) if "experts" in facts else weight
+            raise ArgumentError(f"{prefix}{field}", seen, f"its format names {held}", "save it again")
+    weight = weights.made_of(family.weight, tensors, lambda: plain, name, "other bytes")
+    made = GroupedWeight(weight) if "experts" in facts else weight
+    if not weight.words.is_meta:
+        try:
+            made.check_stored()
+        except ArgumentError as error:
+            raise type(error)(f"{prefix}{error.argument}", error.value, error.constraint, error.remedy) from None
+        if len(made) != facts["experts"] if "experts" in facts else False:
+            raise ArgumentError(name, facts["experts"], f"has {len(made)} experts", "save the module's state again")
+    return made

@@ -131,11 +131,17 @@ class GroupedWeight(Sharded):
         if not known or not (hasattr(make, "format") or weights.kind(object.__new__(make)) in FAMILIES):
             raise ArgumentError("make", str(make), f"must be one of {FAMILIES}", "pass w4a16.PackedWeight")
         loaded = cls(weights.load(make, path, device, make.VERSION + _GROUPED))
-        loaded.stacked.check_facts()
-        loaded.check()
-        for expert in range(len(loaded)):
-            loaded[expert].check_values()
+        loaded.check_stored()
         return loaded
+
+    def check_stored(self) -> None:
+        """Raise an error for what no weight has, of weights that come from a file."""
+        self.stacked.check_facts()
+        self.check()
+        for expert in range(len(self)):
+            self[expert].check_values()
+        if self.stacked.bias is not None:
+            weights.check_finite("bias", self.stacked.bias, "the file is damaged: get it again")
 
     def check(self) -> None:
         """Raise LayoutMismatchError or ArgumentError unless a kernel of this version can read the weights."""

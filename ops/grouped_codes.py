@@ -97,6 +97,8 @@ class GroupedCodes(weights.Canonical):
                 f"must be a float vector [{n}] of {' or '.join(SCALE_DTYPES)}",
                 "pass one value for each output feature",
             )
+        if bias is not None:
+            weights.check_finite("bias", bias, "repair the checkpoint")
         return cls(
             codes=codes.to(torch.uint8).contiguous(),
             scales=scales.contiguous(),

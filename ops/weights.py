@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -87,12 +88,22 @@ class Packed(Sharded):
             LayoutMismatchError: it was packed with another layout than this version's.
         """
         weight = load(cls, path, device, cls.VERSION)
-        weight.check_facts()
-        weight.check_layout(weight.expected_layout(), "path")
-        weight.check_sizes()
-        check_vectors(weight)
-        weight.check_values()
+        weight.check_stored("path")
         return weight
+
+    def check_stored(self, argument: str = "words") -> None:
+        """Raise an error for what no weight has, sizes, layout and values: of weights that come from a file.
+
+        Args:
+            argument: of errors about the layout.
+        """
+        self.check_facts()
+        self.check_layout(self.expected_layout(), argument)
+        self.check_sizes()
+        check_vectors(self)
+        self.check_values()
+        if self.bias is not None:
+            check_finite("bias", self.bias, "the file is damaged: get it again")
 
     @classmethod
     def alike(cls: type[Weight], experts: list[Weight]) -> list[Weight]:
@@ -226,10 +237,21 @@ def check_floats(name: str, value: Any, shape: str, remedy: str) -> None:
         raise ArgumentError(name, seen, f"must be a float tensor {shape}", remedy)
 
 
-def check_finite(name: str, value: torch.Tensor, remedy: str) -> None:
-    """Raise ArgumentError for floats that are no float32: quantizers compute in it."""
-    if not bool(value.isfinite().all()):
+def check_finite(name: str, value: torch.Tensor, remedy: str, least: float | None = None) -> None:
+    """Raise ArgumentError for floats that are no float32, in which quantizers compute, or that are below `least`."""
+    import torch
+
+    if not value.numel():
+        return
+    if dtype_name(value) in (*FLOATS, "float64"):  # one pass: NaN is the smallest and the largest of what holds it
+        low, high = torch.stack(value.aminmax()).tolist()
+        finite = math.isfinite(low) and math.isfinite(high)
+    else:
+        low, finite = 0.0, bool(value.isfinite().all())
+    if not finite:
         raise ArgumentError(name, "NaN or infinity", "must be finite", remedy)
+    if least is not None and low < least:
+        raise ArgumentError(name, low, f"must be at least {least:g}", remedy)
     if dtype_name(value) == "float64" and not bool(value.float().isfinite().all()):
         seen = float(value.abs().max())
         raise ArgumentError(name, seen, "must be in the range of float32, up to 3.4e38", "scale it down")
@@ -443,11 +465,25 @@ def load(make: Callable[..., Weight], path: str | Path, device: str | int | torc
             f"its metadata must name version {wanted}, it names {meta.get('version')!r}",
             "a checkpoint layer is read with load_layer; a packed weight of another version is packed again",
         )
+    return made_of(make, tensors, lambda: json.loads(meta["weight"]), "path", str(path))
+
+
+def made_of(
+    make: Callable[..., Weight], tensors: Mapping[str, Any], facts: Callable[[], Any], argument: str, value: Any
+) -> Weight:
+    """What a class makes of tensors and plain fields of a file.
+
+    Args:
+        facts: gives the fields. argument, value: of errors about them.
+
+    Raises:
+        ArgumentError: they are not those of the class.
+    """
     try:
-        made = make(**tensors, **json.loads(meta["weight"]))
+        made = make(**tensors, **facts())
     except (KeyError, ValueError, TypeError, RecursionError) as error:
         said = f"its tensors and metadata are not those that save writes ({type(error).__name__}: {error})"
-        raise ArgumentError("path", str(path), said, "save the weight again") from None
+        raise ArgumentError(argument, value, said, "save the weight again") from None
     _check_kinds(made)
     return made
 

@@ -106,7 +106,7 @@ class QuantizedWeight(weights.Canonical):
             if not bool((smooth > 0).all()):
                 raise ArgumentError("smooth", float(smooth.min()), "must be positive", "clamp it before folding it")
         if bias is not None:
-            _check_vector("bias", bias, n, "one for each output feature", finite=False)
+            _check_vector("bias", bias, n, "one for each output feature")
         return cls(
             codes=codes.to(torch.uint8).contiguous(),
             scales=scales.to(torch.uint8).contiguous(),
@@ -294,8 +294,7 @@ def _check_bytes(codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tenso
         )
 
 
-def _check_vector(name: str, values: torch.Tensor | None, size: int, what: str, finite: bool = True) -> None:
+def _check_vector(name: str, values: torch.Tensor | None, size: int, what: str) -> None:
     if values is None or tuple(values.shape) != (size,) or weights.dtype_name(values) not in FLOATS:
         raise _refuse(name, values, f"must be a float vector [{size}] of {' or '.join(FLOATS)}", f"pass {what}")
-    if finite and not bool(values.isfinite().all()):
-        raise ArgumentError(name, "NaN or infinity", "must be finite", "repair the checkpoint")
+    weights.check_finite(name, values, "repair the checkpoint")

@@ -121,7 +121,7 @@ class QuantizedWeight(weights.Canonical):
             if not bool((smooth > 0).all()):
                 raise ArgumentError("smooth", float(smooth.min()), "must be positive", "clamp it before folding it")
         if bias is not None:
-            _check_floats("bias", bias, (n,), finite=False)
+            _check_floats("bias", bias, (n,))
         return cls(
             codes=codes.to(torch.int8).contiguous(),
             scales=scales.contiguous(),
@@ -345,9 +345,8 @@ def _summary(weight: QuantizedWeight | PackedWeight) -> str:
     return ", ".join(parts)
 
 
-def _check_floats(name: str, values: torch.Tensor | None, shape: tuple[int, ...], finite: bool = True) -> None:
+def _check_floats(name: str, values: torch.Tensor | None, shape: tuple[int, ...]) -> None:
     if values is None or tuple(values.shape) != shape or weights.dtype_name(values) not in FLOATS:
         seen = None if values is None else f"{weights.dtype_name(values)} {list(values.shape)}"
         raise ArgumentError(name, seen, f"must be floats {list(shape)}", f"pass one of {FLOATS}")
-    if finite and not bool(values.isfinite().all()):
-        raise ArgumentError(name, "NaN or infinity", "must be finite", "repair the checkpoint")
+    weights.check_finite(name, values, "repair the checkpoint")

@@ -125,6 +125,8 @@ class QuantizedWeight(Sharded):
         if bias is not None and (tuple(bias.shape) != (n,) or weights.dtype_name(bias) not in FLOATS):
             constraint = f"must be a float vector [{n}] of {' or '.join(FLOATS)}"
             raise _refuse("bias", bias, constraint, "pass one for each output feature")
+        if bias is not None:
+            weights.check_finite("bias", bias, "repair the checkpoint")
         return cls(
             codes=codes.to(torch.int8).contiguous(),
             scales=scales.float().contiguous(),

@@ -92,6 +92,7 @@ class QuantizedWeight(weights.Canonical):
                 seen = f"{weights.dtype_name(bias)} {list(bias.shape)}"
                 constraint = f"must be a float vector [{n}] of {' or '.join(weights.FLOATS)}"
                 raise ArgumentError("bias", seen, constraint, "pass one value for each output feature")
+            weights.check_finite("bias", bias, "repair the checkpoint")
             bias = bias.contiguous()
         return cls(codes, scales, min(group_size, k) if form.one_group else group_size, form.name, bias, factors)
 
@@ -226,11 +227,11 @@ class PackedWeight(WeightOnly):
 
         stored = self.params.shape[0] - 4 * BLOCK_N // self.params.shape[2]
         remedy = "the file is damaged: get it again, or pack the weight again"
-        weights.check_finite("params", self.params[stored:].contiguous().view(torch.float32), remedy)
+        weights.check_finite("params", self.params[stored:].contiguous().view(torch.float32), remedy, least=0)
         most = {"e8m0": MOST_STEPS, "e4m3": small_scales.LAST}.get(self.scale_dtype)
         if most is None:
             held = self.params[:stored].contiguous().view(getattr(torch, self.scale_dtype))
-            weights.check_finite("params", held, remedy)
+            weights.check_finite("params", held, remedy, least=0)
         else:
             held = self.params[:stored]
             held = small_scales.bytes_of(held) if self.scale_dtype == "e4m3" else held

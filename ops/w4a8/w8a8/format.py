@@ -230,8 +230,16 @@ class PackedWeight(weights.Packed):
 
     def check_values(self) -> None:
         """Raise ArgumentError for values that no weight has."""
+        import torch
+
         super().check_values()
         weights.check_finite("scales", self.scales, "save the weight again")
+        scales = self.scales if self.block else self.scales[:1]  # what stands below is sums of codes
+        weights.check_finite("scales", scales, "save the weight again", least=0)
+        if self.codes == "e4m3":  # bytes as they are: 0x7F and 0xFF are NaN, the largest of each way to read them
+            largest = [int(self.words.view(kind).max()) for kind in (torch.int8, torch.uint8)]
+            if 127 in largest[:1] or 255 in largest[1:]:
+                raise ArgumentError("words", "NaN", "its codes must be numbers", "the file is damaged: get it again")
 
     def check_sizes(self) -> None:
         """Raise ArgumentError unless the tensors have the shapes and dtypes that n, k and the codes ask for."""
