@@ -96,7 +96,7 @@ gpu: $(VENV)/.test
 attack: SEED := $(SEED)
 attack: $(VENV)/.test
 	@echo "Tries of seed $(SEED): make attack SEED=$(SEED) TIMES=$(TIMES) runs them again."
-	TERRAZZO_ATTACK=$(TIMES) $(BIN)/python -m pytest -n $(WORKERS) -m attack --hypothesis-seed=$(SEED) $(PYTEST)
+	TERRAZZO_ATTACK=$(TIMES) $(BIN)/python -m pytest -n $(WORKERS) -m attack --timeout 3600 --hypothesis-seed=$(SEED) $(PYTEST)
 
 # Kernels that are in the cache are not compiled again: a build that was interrupted goes on.
 wheels: $(VENV)/.demo

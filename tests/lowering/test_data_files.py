@@ -54,10 +54,8 @@ def test_files_have_a_bound_and_places_are_named(tmp_path):
             data_files.read_text(nowhere, "x", "y", most=1000)
 
 
-@pytest.mark.random
-def test_any_damage_is_read_or_refused(seed):
-    random = Random(seed)
-    for _ in range(200):
+def test_any_damage_is_read_or_refused(tries):
+    for random in tries(200):
         damaged = mutation.text({"rows": [{"n": 1, "us": 1.5, "name": "a"}]}, random)
         mutation.survives(lambda text=damaged: data_files.parse_json(text), ValueError)
 
