@@ -217,7 +217,7 @@ class Step:
 
         decoder, batch = self.model.decoder, self.batch
         with torch.no_grad():
-            h = decoder.embed(self.tokens)
+            h = decoder.embed_tokens(self.tokens)
             angles = [rotary(positions_of(batch)) for rotary in decoder.rotaries]
             delta, exact = None, h
             fuse(False)

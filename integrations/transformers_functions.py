@@ -23,13 +23,12 @@ from terrazzo.nn.experts import GroupedLinear
 from terrazzo.nn.formats import Format
 from terrazzo.nn.linear import Linear
 from terrazzo.nn.loading import kv_formats, needs_scales, weights_name
-from terrazzo.nn.transformers_model import PAGE
+from terrazzo.nn.transformers_cache import PAGE, PagedCache, PagedLayer
 from terrazzo.ops import moe
 from terrazzo.ops.attention.kv_cache import Batch, KVCache
 from terrazzo.ops.grouped import GroupedWeight
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 NAME = "terrazzo"
@@ -40,19 +39,12 @@ _LAYER = "terrazzo_layer"
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
-class FunctionLayer(CacheLayerMixin):
+class FunctionLayer(PagedLayer):
     """A layer of a `FunctionCache`: tells the attention function where keys and values go."""
 
-    is_compileable = False
-    is_sliding = False
-
     def __init__(self, owner: FunctionCache, index: int) -> None:
-        super().__init__()
-        self.owner, self.index = owner, index
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        return None
+        super().__init__(owner)
+        self.index = index
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The new keys and values alone."""
@@ -60,39 +52,23 @@ class FunctionLayer(CacheLayerMixin):
         setattr(key_states, _LAYER, self)
         return key_states, value_states
 
-    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        return self.owner.columns + int(query_length), 0
 
-    def get_seq_length(self) -> int:
-        return self.owner.columns
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        return -1
-
-    def reset(self) -> None:
-        raise ArgumentError("reset", NAME, "is not served", "make a new cache")
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        raise ArgumentError("num_beams", len(beam_idx), "beam search is not served", "generate with num_beams=1")
-
-
-class FunctionCache(Cache):
+class FunctionCache(PagedCache):
     """Packed keys and values of a batch of sequences; see `new_cache`.
 
     Args:
         kv: the cache. batch: number of sequences that are made in it.
+        whole: whether nobody else uses `kv`, which then may grow.
     """
 
-    def __init__(self, kv: KVCache, batch: int) -> None:
-        self.kv, self.columns = kv, 0
-        self.sequences = [kv.new() for _ in range(batch)]
+    def __init__(self, kv: KVCache, batch: int, whole: bool = False) -> None:
+        self.changed()
+        super().__init__(kv, [FunctionLayer(self, index) for index in range(len(kv.pages))], batch, whole)
+
+    def changed(self) -> None:
         self.batch: Batch | None = None
         self.seen: set[int] = set()
         self.width, self.mask = 0, None
-        super().__init__(layers=[FunctionLayer(self, index) for index in range(len(kv.pages))])
 
     def of(self, layer: int, width: int, mask: torch.Tensor | None) -> Batch:
         """The batch of this forward of the model: made by the first layer, the same for the others.
@@ -101,11 +77,11 @@ class FunctionCache(Cache):
             width: columns that the forward adds. mask: bool [B, columns so far], False for padding, or None.
         """
         if self.batch is None or layer in self.seen or width != self.width:
-            newest = None if mask is None or width == 1 else mask[:, -width:].bool()
+            newest = None if mask is None else mask[:, -width:].bool()
             self.mask = None if newest is None or bool(newest.all()) else newest
             new = [width] * len(self.sequences) if self.mask is None else self.mask.sum(1).tolist()
             self.batch = self.kv.extend(dict(zip(self.sequences, new)))
-            self.columns += width
+            self.note(width, self.mask)
             self.width, self.seen = width, set()
         self.seen.add(layer)
         return self.batch
@@ -137,7 +113,7 @@ def new_cache(model: Any, batch: int, tokens: int, kv: Any = None) -> FunctionCa
         pages=batch * -(-tokens // PAGE), page_size=PAGE, sequences=batch, max_tokens=tokens,
         layers=config.num_hidden_layers, device=model.device,
     )  # fmt: skip
-    return FunctionCache(cache, batch)
+    return FunctionCache(cache, batch, whole=True)
 
 
 def attention_function(
@@ -177,10 +153,12 @@ def attention_function(
     sinks = None if s_aux is None else s_aux.detach().float()
     options = dict(scale=scaling, softcap=float(softcap or 0.0), window=int(sliding_window or 0), sinks=sinks)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if width == 1:
+    if width == 1 and layer.owner.mask is None:
         calls.append(batch, k.contiguous(), v.contiguous(), layer.index)
         return calls.decode(batch, q.contiguous(), layer.index, **options), None
     mask = layer.owner.mask
+    if not sum(batch.new):  # padding alone
+        return query.new_zeros(rows, width, heads, dim), None
     q, k, v = (x.flatten(0, 1).contiguous() if mask is None else x[mask] for x in (q, k, v))
     y = calls.prefill(batch, q, k, v, layer.index, **options)
     calls.store(batch, k, v, layer.index)

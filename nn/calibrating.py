@@ -9,7 +9,7 @@ import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn.architectures import Builder
 from terrazzo.nn.config_fields import check_length
-from terrazzo.nn.decoder import positions_of
+from terrazzo.nn.decoder import Embedding, positions_of
 from terrazzo.nn.dense import Dense
 from terrazzo.nn.formats import Format
 from terrazzo.ops import w4a8, w4ax
@@ -73,9 +73,8 @@ class Calibration:
         self.largest: list[torch.Tensor] = []
         self.batch = cache.extend({cache.new(): length for _ in range(rows)})
         embedding = source.vector(f"{builder.root}embed_tokens.weight", "")
-        h = embedding[tokens.to(source.device).flatten()]
-        scale = torch.tensor(shape.embedding_scale, dtype=h.dtype)
-        self.h, self.delta, self.post = h if shape.embedding_scale == 1.0 else h * scale, None, None
+        self.h = Embedding(embedding, shape.embedding_scale)(tokens.to(source.device).flatten())
+        self.delta, self.post = None, None
 
     def layer(self, index: int, own: str) -> dict[str, Seen]:
         """Take the hidden states through a layer; own name of each projection -> what it has read."""

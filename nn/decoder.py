@@ -99,6 +99,23 @@ class Rotary(nn.Module):
         return angle.cos() * self.scaling, angle.sin() * self.scaling
 
 
+class Embedding(nn.Embedding):
+    """Rows of a table, times a factor; the table itself may be the head's, too.
+
+    Args:
+        table: float [vocabulary, hidden]. scale: the factor, sqrt(hidden) in Gemma.
+    """
+
+    def __init__(self, table: torch.Tensor, scale: float = 1.0) -> None:
+        super().__init__(*table.shape, _weight=table, _freeze=True)
+        self.scale = scale
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Embeddings [..., hidden] of tokens [...], times `scale` in their dtype."""
+        h = super().forward(tokens)
+        return h if self.scale == 1.0 else h * torch.tensor(self.scale, dtype=h.dtype)
+
+
 class Decoder(nn.Module):
     """Embedding, layers and last norm: tokens in, hidden states out.
 
@@ -119,14 +136,8 @@ class Decoder(nn.Module):
         if not torch.is_tensor(embedding) or embedding.dim() != 2 or not embedding.is_floating_point():
             constraint = "must be float [vocabulary, hidden]"
             raise ArgumentError("embedding", weights.described(embedding), constraint, "pass the embedding's weight")
-        self.embed_tokens = nn.Embedding.from_pretrained(embedding, freeze=True)
+        self.embed_tokens = Embedding(embedding, scale)
         self.layers, self.norm, self.rotaries = nn.ModuleList(layers), norm, nn.ModuleList(rotaries)
-        self.scale = scale
-
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Embeddings [T, hidden] of tokens [T], times `scale` in their dtype."""
-        h = self.embed_tokens(tokens)
-        return h if self.scale == 1.0 else h * torch.tensor(self.scale, dtype=h.dtype)
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Hidden states [T, hidden] of the T new tokens of a batch's sequences, one sequence after another.
@@ -135,7 +146,7 @@ class Decoder(nn.Module):
             tokens: integers [T], or embeddings float16 or bfloat16 [T, hidden]. positions: integers [T].
             batch: of `KVCache.extend`; each layer stores its keys and values in it.
         """
-        h = tokens.clone() if tokens.is_floating_point() else self.embed(tokens)  # layers write to it
+        h = tokens.clone() if tokens.is_floating_point() else self.embed_tokens(tokens)  # layers write to it
         angles = [rotary(positions) for rotary in self.rotaries]
         delta, post = None, None
         for layer in self.layers:

@@ -21,18 +21,18 @@ from terrazzo.nn.architectures import Shape
 from terrazzo.nn.carried import carry
 from terrazzo.nn.config_fields import check_length
 from terrazzo.nn.decoder import Decoder, Rotary, positions_of
-from terrazzo.nn.generation import DecodeStep
+from terrazzo.nn.generation import NotFiniteError, check_temperature, end_tokens, finite
 from terrazzo.nn.parallel import TensorParallel
+from terrazzo.nn.transformers_cache import PAGE, TerrazzoCache
 from terrazzo.ops import tensor_files, weights
-from terrazzo.ops.attention.kv_cache import Batch, KVCache
+from terrazzo.ops.attention.kv_cache import KVCache
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
+from transformers.generation import LogitsProcessor
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-PAGE = 128
-"""Tokens of a page of the caches that models make."""
 METHOD = "terrazzo"
 """`quant_method` of folders that `save_pretrained` writes."""
 VERSION = 1
@@ -41,8 +41,6 @@ SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 """Files of weights in such folders."""
 WHERE = "save_directory"
 """What save_pretrained names its folder by."""
-STEPS = 256
-"""Steps of one token for which a cache takes pages ahead, so that one CUDA graph serves them."""
 REFUSED = ("output_hidden_states", "output_attentions", "output_router_logits")
 """What transformers' models return on demand, and these do not keep."""
 SINGLE = {"num_beams": 1, "assistant_model": None, "prompt_lookup_num_tokens": None, "assistant_early_exit": None}
@@ -51,91 +49,14 @@ VARYING_ROTARY = ("dynamic", "longrope")
 """Kinds of rotary positions whose rates depend on the text's length."""
 
 
-class _Layer(CacheLayerMixin):
-    """What transformers asks of a layer of a cache; keys and values never pass through it."""
-
-    is_compileable = False
-    is_sliding = False
-
-    def __init__(self, owner: TerrazzoCache) -> None:
-        super().__init__()
-        self.owner = owner
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        return None
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        raise ArgumentError("past_key_values", "update", "stores keys and values itself", "use it with its own model")
-
-    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        return self.owner.columns + int(query_length), 0
-
-    def get_seq_length(self) -> int:
-        return self.owner.columns
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        return -1
-
-
-class TerrazzoCache(Cache):
-    """A `KVCache` and the sequences of one batch in it, as transformers hands it from step to step.
-
-    Args:
-        kv: the cache. batch: number of sequences that are made in it.
-        whole: whether nobody else uses `kv`: pages are then taken ahead, and steps of one token are CUDA graphs.
-    """
-
-    def __init__(self, kv: KVCache, batch: int, whole: bool = False) -> None:
-        self.kv, self.columns, self.whole = kv, 0, whole
-        self.sequences = [kv.new() for _ in range(batch)]
-        self.steps: DecodeStep | None = None
-        super().__init__(layers=[_Layer(self) for _ in range(len(kv.pages))])
-
-    def extend(self, new: list[int], columns: int) -> Batch:
-        """Room for new[b] more tokens of each sequence, which take `columns` columns of the padded batch."""
-        batch = self.kv.extend(dict(zip(self.sequences, new)))
-        self.steps = None
-        self.columns += columns
-        return batch
-
-    def step(self, model: Any, tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor | None:
-        """Hidden states [B, hidden] of one more token of each sequence, [B]; None where steps cannot be captured.
-
-        Args:
-            model: whose `decoder` runs. positions: integers [B]; None counts tokens.
-        """
-        held = self.steps
-        if held is None or not held.batch.reserved or (held.positions is None) != (positions is None):
-            room = self.kv.max_tokens - 1 - max(map(self.kv.length, self.sequences))
-            if not self.whole or room < 1:
-                return None
-            batch = self.kv.extend(dict.fromkeys(self.sequences, 1), reserve=min(STEPS, room))
-            held = self.steps = DecodeStep(model, batch, positions=positions is not None, head=False)
-        self.columns += 1
-        held.tokens.copy_(tokens)
-        if positions is not None:
-            held.positions.copy_(positions)
-        return held().clone()  # the next step writes where this one did
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Refused: beams would take each other's pages."""
-        raise ArgumentError("num_beams", len(beam_idx), "beam search is not served", "generate with num_beams=1")
-
-    def __len__(self) -> int:
-        return len(self.kv.pages)
-
-
 class Body(nn.Module):
     """In the place of LlamaModel and its like: a `Decoder` with their signature.
 
     Args:
         decoder: embedding, layers, norm. shape: see `architectures.shape_of`; of several ranks with the own heads.
         formats: of keys and values. ranks: those that share the model, None for one.
-        max_tokens: of a sequence in the caches that forward makes. config: transformers', for what it asks of outputs.
+        max_tokens: of a sequence, for which caches that forward makes have room at first. config: transformers', for
+            what it asks of outputs.
         static: float32 scales of keys and values for caches of static formats, of all layers.
     """
 
@@ -181,19 +102,22 @@ class Body(nn.Module):
         """Hidden states [B, T, hidden] of the newest T columns of a padded batch; padding gets zeros.
 
         With a cache, steps of one token (T = 1) are one CUDA graph from the second one on, where tensors lie on a GPU.
+        A mask is read on the host, which then waits for the device: leave it out where all new columns are tokens.
 
         Args:
+            inputs_embeds: float [B, T, hidden], as `get_input_embeddings()` gives them, in the place of tokens.
             attention_mask: [B, columns], 0 where a column is padding, or None for none. Padding takes no room in the
-                cache.
+                cache, and a row of which no new column counts pauses.
             position_ids: integers [B, T] or [1, T], which turn queries and keys; None counts each sequence's tokens.
                 What a token attends to, windows included, goes by the order of tokens.
             past_key_values: a `TerrazzoCache`; None, or an empty cache of another kind, is replaced by one.
             cache: the name of past_key_values from transformers 5.24 on.
 
         Raises:
-            ArgumentError: tokens that are no integers [B, T] of the vocabulary, or come beside embeddings; a mask of
-                four dimensions, a cache of another kind that holds tokens, positions of another shape, outputs that are
-                not kept (hidden states of layers, attention, router logits).
+            ArgumentError: tokens that are no integers [B, T] of the vocabulary, lie on another device, or come beside
+                embeddings; a mask of four dimensions, or in a graph that is captured; a cache of another kind that
+                holds tokens, positions of another shape, outputs that are not kept (hidden states of layers,
+                attention, router logits).
         """
         for name in REFUSED:
             if kwargs.get(name, getattr(self.config, name, False)):
@@ -209,12 +133,15 @@ class Body(nn.Module):
             _check_vocabulary(given if mask is None else given[mask], len(self.embed_tokens.weight))
         with torch.no_grad():
             h = None
-            if columns == 1 and inputs_embeds is None and use_cache is not False and not _traced():
+            if columns == 1 and mask is None and inputs_embeds is None and use_cache is not False and not _traced():
                 h = held.step(self, given[:, 0], None if positions is None else positions[:, 0])
             if h is None:
-                batch = held.extend([columns] * rows if mask is None else mask.sum(1).tolist(), columns)
+                batch = held.extend(columns, mask)
                 pick = lambda x: x.flatten(0, 1) if mask is None else x[mask]
-                h = self.decoder(pick(given), positions_of(batch) if positions is None else pick(positions), batch)
+                if sum(batch.new):
+                    h = self.decoder(pick(given), positions_of(batch) if positions is None else pick(positions), batch)
+                else:  # padding alone
+                    h = self.embed_tokens.weight.new_empty(0, self.embed_tokens.weight.shape[1])
         if mask is None:
             h = h.view(rows, columns, -1)
         else:
@@ -226,18 +153,21 @@ class Body(nn.Module):
         if (tokens is None) == (embedded is None):
             seen = "neither" if tokens is None else "both"
             raise ArgumentError("input_ids", seen, "or inputs_embeds must be given, and not both", "pass one of them")
+        weight, name = self.embed_tokens.weight, "input_ids" if tokens is not None else "inputs_embeds"
+        given, fits = tokens if tokens is not None else embedded, False
         if tokens is not None:
-            name, given = "input_ids", tokens
-            fits = tokens.dim() == 2 and not (tokens.is_floating_point() or tokens.dtype == torch.bool)
+            fits = is_integer(given) and given.dim() == 2
             wanted, remedy = "integers [batch, tokens]", "tokenizer(texts, return_tensors='pt').input_ids is such"
         else:
-            name, given, hidden = "inputs_embeds", embedded, self.embed_tokens.weight.shape[1]
-            fits = given.dim() == 3 and given.shape[2] == hidden and given.is_floating_point()
-            wanted, remedy = f"floats [batch, tokens, {hidden}]", "model.get_input_embeddings()(input_ids) is such"
+            floats = isinstance(given, torch.Tensor) and given.is_floating_point()
+            fits = floats and given.dim() == 3 and given.shape[2] == weight.shape[1]
+            wanted = f"floats [batch, tokens, {weight.shape[1]}]"
+            remedy = "model.get_input_embeddings()(input_ids) is such"
         if not fits or not given.numel():
-            seen = f"{given.dtype} {list(given.shape)}"
-            raise ArgumentError(name, seen, f"must be {wanted}, of at least one token", remedy)
-        return given
+            raise ArgumentError(name, described(given), f"must be {wanted}, of at least one token", remedy)
+        if given.device != weight.device:
+            raise ArgumentError(name, f"on {given.device}", f"the model is on {weight.device}", "move one of them")
+        return given.long() if tokens is not None else given.to(weight.dtype)
 
     def _cache(self, given: Any, rows: int, columns: int, use_cache: bool | None) -> TerrazzoCache:
         if isinstance(given, TerrazzoCache):
@@ -252,16 +182,31 @@ class Body(nn.Module):
         return TerrazzoCache(self.new_cache(rows, tokens), rows, whole=True)
 
 
+def is_integer(given: Any) -> bool:
+    """Whether it is a tensor of whole numbers."""
+    return isinstance(given, torch.Tensor) and not (
+        given.is_floating_point() or given.is_complex() or given.dtype == torch.bool or given.is_quantized
+    )
+
+
+def described(given: Any) -> str:
+    """Dtype and shape of a tensor, or the name of another object's type."""
+    return f"{given.dtype} {list(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
+
+
 def _newest(mask: torch.Tensor | None, rows: int, columns: int) -> torch.Tensor | None:
-    """bool [B, columns] of the newest columns; None where all count, which a step of one column is taken for."""
-    if mask is None or columns == 1:
+    """bool [B, columns] of the newest columns; None where all count."""
+    if mask is None:
         return None
-    if mask.dim() != 2:
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         constraint = "must be [batch, columns] of ones and zeros: attention is causal"
-        raise ArgumentError("attention_mask", list(mask.shape), constraint, "leave it out, or pass the padding mask")
+        raise ArgumentError("attention_mask", described(mask), constraint, "leave it out, or pass the padding mask")
     if mask.shape[0] != rows or mask.shape[1] < columns:
         constraint = f"must be of {rows} rows and at least {columns} columns"
         raise ArgumentError("attention_mask", list(mask.shape), constraint, "pass the mask of all tokens so far")
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        constraint = "cannot be read while a graph is captured"
+        raise ArgumentError("attention_mask", list(mask.shape), constraint, "leave it out: all new columns count then")
     newest = mask[:, -columns:].bool()
     return None if bool(newest.all()) else newest
 
@@ -270,9 +215,9 @@ def _positions(given: torch.Tensor | None, rows: int, columns: int) -> torch.Ten
     """Integers [B, T], or None."""
     if given is None:
         return None
-    fits = given.dim() == 2 and given.shape[0] in (1, rows) and given.shape[1] == columns
-    if not fits or given.is_floating_point() or given.dtype == torch.bool:
-        seen, wanted = f"{given.dtype} {list(given.shape)}", f"[{rows}, {columns}]"
+    fits = is_integer(given) and given.dim() == 2 and given.shape[0] in (1, rows) and given.shape[1] == columns
+    if not fits:
+        seen, wanted = described(given), f"[{rows}, {columns}]"
         raise ArgumentError("position_ids", seen, f"must be integers {wanted}", "leave them out to count tokens")
     return given.expand(rows, columns)
 
@@ -315,30 +260,68 @@ class Causal:
         """Tokens that a sequence may have, None where the config does not say."""
         return self.model.shape.positions
 
+    assumed_end: Any = None
+    """End token of the generation config that only the config's class names; None where the checkpoint states one."""
+
     def generate(self, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """transformers' generate, for prompts that are padded on the left.
 
         Raises:
-            ArgumentError: an attention_mask whose last column is padding: the next token would follow that. Prompts too
-                long for the model, with what is generated. Beams, and guesses that are taken back.
+            ArgumentError: prompts that are no integers [B, T], or too long for the model with what is generated; an
+                attention_mask whose last column is padding: the next token would follow that. A temperature by which
+                logits cannot be divided. Beams, guesses that are taken back, and transformers' quantized cache.
+            NotFiniteError: logits of some rows are NaN or infinite, once the others have ended; failed rows have end
+                tokens, or else token 0, from there on.
         """
         stated = kwargs.get("generation_config", args[0] if args else None) or self.generation_config
+        asked = lambda name: kwargs.get(name, getattr(stated, name, None))
         for name, only in SINGLE.items():
-            if (asked := kwargs.get(name, getattr(stated, name, None))) not in (only, None):
+            if asked(name) not in (only, None):
                 remedy = f"generate with {name}={only}"
-                raise ArgumentError(name, _brief(asked), "is not served: the cache takes no token back", remedy)
-        mask = kwargs.get("attention_mask")
+                raise ArgumentError(name, _brief(asked(name)), "is not served", remedy)
+        if asked("cache_implementation") == "quantized":
+            remedy = 'load the model with kv="int8" or kv="int4", and leave this out'
+            raise ArgumentError("cache_implementation", "quantized", "quantizes float keys and values", remedy)
+        if asked("do_sample") and asked("temperature") is not None:
+            check_temperature(asked("temperature"))
+        mask, kwargs = kwargs.get("attention_mask"), dict(kwargs)
         if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.numel() and not bool(mask[:, -1].all()):
             remedy = "pass padding_side='left' to the tokenizer; terrazzo.generate needs no padding"
             seen = f"0 in the last column of row {int(mask[:, -1].bool().logical_not().nonzero()[0])}"
             raise ArgumentError("attention_mask", seen, "pads on the right, where the next token comes", remedy)
-        given = next((x for x in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None)
+        embedded = kwargs.get("inputs_embeds")
+        inputs = None if inputs is None else _rows("inputs", inputs, embedded is None)
+        if kwargs.get("input_ids") is not None:
+            kwargs["input_ids"] = _rows("input_ids", kwargs["input_ids"], embedded is None)
+        given = next((x for x in (inputs, kwargs.get("input_ids"), embedded) if x is not None), None)
         if isinstance(given, torch.Tensor) and given.dim() > 1:
             longest = int(mask.sum(1).max()) if isinstance(mask, torch.Tensor) and mask.dim() == 2 else given.shape[1]
             check_length(longest, _new_tokens(stated, kwargs, given.shape[1]), self.max_positions)
-        samples = kwargs.get("do_sample", getattr(stated, "do_sample", None))
-        with _Draws() if samples and self.model.embed_tokens.weight.is_cuda else nullcontext():
-            return super().generate(inputs, *args, **kwargs)
+        ends = end_tokens(asked("eos_token_id"))
+        watch = _Finite(ends[0] if ends else 0)
+        kwargs["logits_processor"] = [*(kwargs.get("logits_processor") or ()), watch]
+        with _Draws() if asked("do_sample") and self.model.embed_tokens.weight.is_cuda else nullcontext():
+            made = super().generate(inputs, *args, **kwargs)
+        if rows := watch.rows():
+            raise NotFiniteError(rows, made, self.decoder.embed_tokens.weight.dtype)
+        return made
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict, generation_mode: Any, batch_size: int, max_cache_length: int
+    ) -> Any:
+        """transformers' hook: caches that it makes have what a call needs. Without it they begin with `max_tokens`."""
+        generation_config.cache_implementation = None  # ours serves in the place of each
+        made = super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
+        for name in ("cache", "past_key_values"):  # by release
+            held = model_kwargs.get(name)
+            if isinstance(held, TerrazzoCache):
+                held.ask(max_cache_length + 1)
+            elif isinstance(held, Cache) and not held.get_seq_length():
+                rows = batch_size * max(generation_config.num_return_sequences or 1, 1)
+                model_kwargs[name] = TerrazzoCache(self.new_cache(rows, max_cache_length + 1), rows, whole=True)
+        return made
 
     def save_pretrained(self, save_directory: str | Path, max_shard_size: str = "5GB", **kwargs: Any) -> None:
         """Write packed weights as they are, config and generation config: a folder that `terrazzo.load` reads.
@@ -363,7 +346,8 @@ class Causal:
         if tied is None or tied.data_ptr() != self.decoder.embed_tokens.weight.data_ptr():
             state |= {f"lm_head.{name}": t for name, t in self.lm_head.state_dict().items()}
         write_state(folder, state | static_state(*self.model.static) | refusal_state(), max_shard_size)
-        write_configs(folder, self.config, self.model.formats, self.generation_config, self.name_or_path, WHERE)
+        facts = (self.config, self.model.formats, self.generation_config, self.name_or_path, WHERE, self.assumed_end)
+        write_configs(folder, *facts)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, **options: Any) -> Any:
@@ -384,6 +368,37 @@ class _Draws(TorchFunctionMode):
 def _brief(value: Any) -> Any:
     """A value, or the name of an object's type."""
     return value if isinstance(value, int | str) else type(value).__name__
+
+
+class _Finite(LogitsProcessor):
+    """Notes rows whose scores are not finite, and takes the end token for them, so that they end alone.
+
+    Args:
+        end: that token.
+    """
+
+    def __init__(self, end: int) -> None:
+        self.end, self.failed = end, None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        fine = finite(scores)
+        self.failed = ~fine if self.failed is None else self.failed | ~fine
+        ended = torch.full_like(scores[:1], -torch.inf)
+        ended[:, self.end if 0 <= self.end < scores.shape[1] else 0] = 0
+        return torch.where(fine[:, None], scores, ended)
+
+    def rows(self) -> list[int]:
+        """Numbers of the rows that failed; waits for the device."""
+        return [] if self.failed is None else self.failed.nonzero()[:, 0].tolist()
+
+
+def _rows(name: str, tokens: Any, full: bool) -> torch.Tensor:
+    """int64 [B, T] of any whole numbers; with embeddings beside them, not `full`, there may be none."""
+    if not is_integer(tokens) or tokens.dim() != 2 or not len(tokens) or (full and not tokens.shape[1]):
+        remedy = "tokenizer(texts, return_tensors='pt').input_ids is such; terrazzo.generate takes texts"
+        constraint = "must be integers [batch, tokens], of at least one token"
+        raise ArgumentError(name, described(tokens), constraint, remedy)
+    return tokens.long()
 
 
 def _new_tokens(stated: Any, asked: dict[str, Any], columns: int) -> int:
@@ -431,11 +446,18 @@ def refusal_state() -> dict[str, torch.Tensor]:
 
 
 def write_configs(
-    folder: Path, config: Any, formats: tuple[str, str], generation: Any, source: str | Path | None, argument: str
+    folder: Path,
+    config: Any,
+    formats: tuple[str, str],
+    generation: Any,
+    source: str | Path | None,
+    argument: str,
+    assumed_end: Any = None,
 ) -> None:
     """config.json, which says that weights are packed, generation_config.json, and what `carry` takes from `source`.
 
-    Errors of writing name `argument`.
+    Neither states `assumed_end`, the end token of the config's class, which would hide the tokenizer's. Errors of
+    writing name `argument`.
     """
     config = deepcopy(config)
     config.quantization_config = {"quant_method": METHOD, "version": VERSION, "kv": list(formats)}
@@ -445,7 +467,10 @@ def write_configs(
         if generation is not None:  # save_pretrained would refuse settings that published files have
             generation.to_json_file(Path(place, "generation_config.json"))
         for name in sorted(os.listdir(place)):
-            tensor_files.write_bytes(folder / name, Path(place, name).read_bytes(), argument)
+            stated = json.loads(Path(place, name).read_text(encoding="utf-8"))
+            if assumed_end is not None and stated.get("eos_token_id") == assumed_end:
+                del stated["eos_token_id"]
+            tensor_files.write_bytes(folder / name, (json.dumps(stated, indent=2) + "\n").encode(), argument)
     carry(source, folder, argument)
 
 

@@ -167,6 +167,11 @@ class KVCache:
         Raises:
             ArgumentError: an unknown sequence, more tokens than it has, or fewer than its ring remembers.
         """
+        self.check_truncate(sequence, length)
+        self.table.truncate(sequence, length)
+
+    def check_truncate(self, sequence: int, length: int) -> None:
+        """Raise what `truncate` would."""
         found, ring = self.table.get(sequence), self.residual_tokens
         if type(length) is not int or not 0 <= length <= found.length:
             constraint = f"must be a number of tokens that sequence {sequence} has, 0..{found.length}"
@@ -180,7 +185,30 @@ class KVCache:
                 least = next(n for n in range(length, found.length + 1) if self.layout.packed(n, ring) >= oldest)
                 constraint = f"must be at least {least}: older tokens have left the residual ring of {ring}"
                 raise ArgumentError("length", length, constraint, "fork() before tokens that may be dropped")
-        self.table.truncate(sequence, length)
+
+    def grow(self, *, pages: int = 0, sequences: int = 0, max_tokens: int = 0) -> None:
+        """Have at least so many pages, slots of sequences, and tokens of one sequence. What is held stays; batches that
+        were made before refuse to be used. Old and new pages are in memory together for a moment.
+
+        Raises:
+            ArgumentError: no such memory, or a sequence of too many tokens; nothing has changed.
+        """
+        layers, held, heads, words = self.pages.shape
+        pages, slots = max(pages, held), max(sequences, self.table.slots)
+        most = max(max_tokens, self.max_tokens)
+        if most >= launching.LARGEST:
+            constraint = f"must be an integer, 1..{launching.LARGEST - 1}"
+            raise ArgumentError("max_tokens", most, constraint, "ask for fewer")
+        larger, ring = self.pages, self.residual
+        if pages > held:
+            larger = _zeros("pages", (layers, pages, heads, words), self.pages.device)
+            larger[:, :held] = self.pages
+        if ring is not None and slots > ring.shape[1]:
+            ring = _zeros("sequences", (layers, slots, *self.residual.shape[2:]), self.pages.device)
+            ring[:, : self.residual.shape[1]] = self.residual
+        self.pages, self.residual, self.max_tokens = larger, ring, most
+        self.table_width = min(-(-most // self.table.page_size), pages)
+        self.table.grow(pages, slots)
 
     def length(self, sequence: int) -> int:
         """Tokens of a sequence."""

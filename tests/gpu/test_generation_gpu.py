@@ -204,3 +204,65 @@ def test_functions_of_transformers_serve_another_architecture():
     got = torch.cat(parts, 1)[mask.bool()].float()
     assert bool(got.isfinite().all())
     assert (got - wanted).norm() < 0.02 * wanted.norm(), float((got - wanted).norm() / wanted.norm())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kv", ["float16", "int4"])
+def test_a_row_that_pauses_between_captured_steps_goes_on_where_it_was(exact, kv):
+    """Steps of one column with a mask: graphs run where all rows count, and a column of padding is no token."""
+    model = load(exact.state_dict(), config=exact.config, device="cuda", kv=kv)
+    width, counts = 70, [[1, 1, 1]] * 5 + [[1, 0, 1], [0, 0, 0], [0, 1, 1]] + [[1, 1, 1]] * 5
+    rows = torch.stack([torch.nn.functional.pad(p, (width - len(p), 0)) for p in PROMPTS]).cuda()
+    lengths = torch.tensor([len(p) for p in PROMPTS]).cuda()
+    mask = (torch.arange(width).cuda() >= width - lengths[:, None]).long()
+    texts, held = [p.tolist() for p in PROMPTS], model(rows, attention_mask=mask).past_key_values
+    replays = []
+    for at, count in enumerate(counts):
+        tokens = torch.tensor([[(7 * at + row) % VOCABULARY] for row in range(3)])
+        for row in range(3):
+            texts[row] += tokens[row].tolist() * count[row]
+        mask = torch.cat([mask, torch.tensor(count).cuda()[:, None]], 1)
+        step = model(tokens.cuda(), attention_mask=mask, past_key_values=held)
+        replays.append(0 if held.steps is None else held.steps.replays)
+    assert replays[4] >= 2 and replays[5:8] == [0, 0, 0] and replays[-1] >= 2
+    for row, text in enumerate(texts):
+        assert held.kv.length(held.sequences[row]) == len(text)
+        whole = model(torch.tensor([text]).cuda(), use_cache=False).logits[0, -1].float()
+        off = float((step.logits[row, 0].float() - whole).norm() / whole.norm())
+        assert off < (0.01 if kv == "float16" else 0.2), (row, off)
+
+
+@torch.no_grad()
+def test_a_crop_between_captured_steps_takes_them_back(loaded):
+    """What ran behind the crop leaves no trace: the same tokens again give the same logits, in graphs of their own."""
+    prompt = PROMPTS[1][None].cuda()
+    held = loaded(prompt).past_key_values
+    step = lambda at: loaded(torch.tensor([[at]]).cuda(), past_key_values=held).logits.clone()
+    first = [step(at) for at in range(6)]
+    assert held.steps.replays >= 3
+    held.crop(-6)
+    assert held.get_seq_length() == prompt.shape[1]
+    again = [step(at) for at in range(6)]
+    assert held.steps.replays >= 3 and all(torch.equal(a, b) for a, b in zip(first, again))
+
+
+@torch.no_grad()
+def test_a_failed_sequence_ends_neither_a_sampled_batch_nor_the_context(exact):
+    """torch.multinomial would end the process's use of the GPU: by both ways to generate, others get their tokens."""
+    state = {name: value.clone() for name, value in exact.state_dict().items()}
+    state["model.embed_tokens.weight"][3] = torch.nan
+    model = load(state, config=exact.config, device="cuda", kv="float16")
+    bad, fine = torch.tensor([3, 5, 9, 11, 2]), PROMPTS[0]
+    sampling = generation.Sampling(temperature=0.7, top_k=1)
+    alone = generate(model, [fine], max_new_tokens=NEW, sampling=sampling)[0]
+    with pytest.raises(generation.NotFiniteError) as caught:
+        generate(model, [fine, bad], max_new_tokens=NEW, sampling=sampling)
+    assert caught.value.rows == [1] and not len(caught.value.results[1])
+    check_same(exact, fine, caught.value.results[0], alone)
+    rows = torch.stack([fine, bad]).cuda()
+    options = dict(do_sample=True, temperature=0.7, top_k=1, eos_token_id=None, pad_token_id=0)
+    with pytest.raises(generation.NotFiniteError) as caught:
+        model.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=NEW, **options)
+    assert caught.value.rows == [1]
+    check_same(exact, fine, caught.value.results[0, len(fine) :].cpu(), alone)
+    assert float(torch.ones(3, device="cuda").sum()) == 3  # the context is alive

@@ -76,6 +76,10 @@ class PageTable:
     def free_slots(self) -> int:
         return len(self._slots) + self._end - self._unused
 
+    @property
+    def slots(self) -> int:
+        return self._end
+
     def get(self, sequence: int) -> Sequence:
         """Raises ArgumentError for a sequence that does not exist (any more)."""
         try:
@@ -128,6 +132,15 @@ class PageTable:
         for page in found.pages:
             self._release(page)
         self._slots.append(found.slot)
+
+    def grow(self, pages: int, slots: int) -> None:
+        """Have so many pages and slots, no fewer than before; whoever knows the tables of sequences must ask again."""
+        held = len(self.holders)
+        self.holders += [0] * (pages - held)
+        self._free = list(range(pages - 1, held - 1, -1)) + self._free
+        self._end = slots
+        for found in self.sequences.values():
+            self._changed(found)
 
     def _changed(self, found: Sequence) -> None:
         """What was read of its pages before must not be used any more."""
