@@ -15,6 +15,7 @@ For architectures that `terrazzo.load` does not know, attention and experts are 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from copy import deepcopy
@@ -136,9 +137,9 @@ class TerrazzoQuantizer(HfQuantizer):
         self.device = None if found in (None, "auto", "balanced", "sequential") else _device(found)
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """16 bits: float16 in the place of others."""
-        self.dtype = dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16
-        return self.dtype
+        """16 bits: in the place of others what `terrazzo.load` takes by default."""
+        self.dtype = dtype if dtype in (torch.float16, torch.bfloat16) else None
+        return self.dtype or torch.float16
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
         if not checkpoint_files:
@@ -155,17 +156,20 @@ class TerrazzoQuantizer(HfQuantizer):
         model._keys_to_ignore_on_load_unexpected = [".*"] if held is None else type(held)([".*"])
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        from terrazzo.nn.loading import load
+        from terrazzo.nn.loading import load, name_ends, weights_name
 
         stated: TerrazzoConfig = self.quantization_config
         config = deepcopy(model.config)
         del config.quantization_config
         if stated.version is not None:
             config.quantization_config = {"quant_method": METHOD, "version": stated.version, "kv": stated.kv}
-        made = load(self.folder, config=config, device=self.device, dtype=self.dtype, **stated.loading())
+        written = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
+        asked = None if written.get("dtype", written.get("torch_dtype")) == weights_name(self.dtype) else self.dtype
+        made = load(self.folder, config=config, device=self.device, dtype=asked, **stated.loading())
         model.__class__ = class_of(type(model))
         model.model, model.lm_head = made.model, made.lm_head
         model.config.dtype, model.name_or_path = made.config.dtype, made.name_or_path
+        name_ends(model, self.folder, config)
         stated.version, stated.kv = VERSION, list(made.model.formats)
         return model
 

@@ -1,29 +1,38 @@
 """Decoding loops: a prompt for each sequence in, new tokens out, one CUDA graph for each step.
 
 The step is captured once for all its replays: embedding, layers, head, and the lengths that grow on the device.
-Choosing a token is torch operators behind it. The host reads the tokens of a step while the next one runs.
+Choosing a token is torch operators behind it. The host reads the tokens of a step while the next one runs, and with
+them whether a sequence's logits were finite.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from terrazzo.lowering import graphs, replacing
-from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.errors import ArgumentError, TerrazzoError
 from terrazzo.nn.config_fields import check_length
 from terrazzo.nn.decoder import Decoder, positions_of
 from terrazzo.ops import launching
 from terrazzo.ops.attention.kv_cache import Batch, KVCache
 
-__all__ = ["CausalModel", "Sampling", "generate"]
+__all__ = ["CausalModel", "NotFiniteError", "Sampling", "generate"]
+FAILED = -2
+"""In the place of a token whose logits were not finite."""
+LEAST, MOST = 1e-30, 1e30
+"""Temperatures by which float32 logits can be divided."""
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+Listener = Callable[[list[int | None]], Any]
+"""Called with a step's token of each sequence, None for those that have ended."""
 
 
 class CausalModel(Protocol):
@@ -43,6 +52,33 @@ class CausalModel(Protocol):
         """A cache for so many sequences of at most `tokens` tokens each."""
 
 
+class NotFiniteError(TerrazzoError, ArithmeticError):
+    """Logits of some sequences were NaN or infinite, which ended these; the others were generated to their ends.
+
+    Attributes:
+        rows: numbers of the failed sequences. results: what the call would have returned, where failed sequences end
+            before the token that could not be chosen.
+    """
+
+    def __init__(self, rows: Sequence[int], results: Any, dtype: torch.dtype | None = None) -> None:
+        self.rows, self.results, self.dtype = list(rows), results, dtype
+        remedy = "look for NaN in the checkpoint"
+        if dtype == torch.float16:
+            remedy = "load the model with dtype=torch.bfloat16: float16 ends at 65504"
+        super().__init__(
+            f"logits of sequences {self.rows} are not finite, so no token could be chosen for them; {remedy}; what was "
+            "generated is in `results` of this error"
+        )
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.rows, self.results, self.dtype)
+
+
+def finite(logits: torch.Tensor) -> torch.Tensor:
+    """bool [B]: whether tokens can be chosen by logits [B, vocabulary], some of which may be -inf."""
+    return logits.amax(-1).isfinite()
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is chosen.
@@ -51,18 +87,25 @@ class Sampling:
         temperature: logits are divided by it; 0 takes the most likely token.
         top_k: tokens among which is chosen, 0 for all. top_p: share of probability that the most likely tokens keep.
         seed: of the generator; None draws from torch's own.
+        min_p: least probability, as a share of the most likely token's; 0 for none.
+        repetition_penalty: divides positive logits of tokens that the text or its prompt has, and multiplies negative
+            ones; 1 for none.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
+        check_temperature(self.temperature)
         checks = (
-            ("temperature", lambda x: x >= 0, "must be at least 0", "pass 0 for greedy decoding"),
             ("top_k", lambda x: x >= 0 and type(x) is int, "must be a whole number from 0 on", "pass 0 for all tokens"),
             ("top_p", lambda x: 0 < x <= 1, "must be in (0, 1]", "pass 1.0 for all tokens"),
+            ("min_p", lambda x: 0 <= x <= 1, "must be in [0, 1]", "pass 0 for all tokens"),
+            ("repetition_penalty", lambda x: 1e-3 <= x <= 1e3, "must be in [0.001, 1000]", "pass 1.0 for none"),
         )
         for name, fine, constraint, remedy in checks:
             value = getattr(self, name)
@@ -73,35 +116,48 @@ class Sampling:
 
     def processors(self) -> list[Any]:
         """transformers' logits processors in its own order."""
-        if not self.temperature or (self.temperature == 1.0 and not self.top_k and self.top_p == 1.0):
+        given: list[tuple[str, Any]] = []
+        if self.repetition_penalty != 1.0:
+            given.append(("RepetitionPenaltyLogitsProcessor", float(self.repetition_penalty)))
+        if self.temperature:
+            warpers = (
+                ("TemperatureLogitsWarper", float(self.temperature), 1.0), ("TopKLogitsWarper", self.top_k, 0),
+                ("TopPLogitsWarper", float(self.top_p), 1.0), ("MinPLogitsWarper", float(self.min_p), 0.0),
+            )  # fmt: skip
+            given += [(name, value) for name, value, idle in warpers if value != idle]
+        if not given:
             return []
-        from transformers.generation import logits_process as made
+        from transformers.generation import logits_process
 
-        found: list[Any] = []
-        if self.temperature != 1.0:
-            found.append(made.TemperatureLogitsWarper(float(self.temperature)))
-        if self.top_k:
-            found.append(made.TopKLogitsWarper(self.top_k))
-        if self.top_p < 1.0:
-            found.append(made.TopPLogitsWarper(self.top_p))
-        return found
+        return [getattr(logits_process, name)(value) for name, value in given]
 
-    def chooser(self, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-        """tokens int64 [B] of logits [B, vocabulary]."""
-        if not self.temperature:
-            return lambda logits: logits.argmax(-1)
+    def chooser(self, device: torch.device) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]:
+        """tokens int64 [B] of logits [B, vocabulary] behind tokens int64 [B, T], which a repetition penalty reads."""
         processors = self.processors()
+        if not self.temperature and not processors:
+            return lambda logits, text: logits.argmax(-1)
         generator = None if self.seed is None else torch.Generator(device).manual_seed(self.seed)
 
-        def choose(logits: torch.Tensor) -> torch.Tensor:
+        def choose(logits: torch.Tensor, text: torch.Tensor | None) -> torch.Tensor:
             scores = logits.float()
+            scores = scores.masked_fill(~finite(scores)[:, None], 0)  # a row that fails must not end the others
             for process in processors:
-                scores = process(None, scores)
+                scores = process(text, scores)
+            if not self.temperature:
+                return scores.argmax(-1)
             shares = scores.softmax(-1)
             with graphs.lock if shares.is_cuda else nullcontext():
                 return torch.multinomial(shares, 1, generator=generator)[:, 0]
 
         return choose
+
+
+def check_temperature(value: Any) -> None:
+    """Raise ArgumentError unless logits can be divided by it, or it is 0."""
+    fine = isinstance(value, int | float) and not isinstance(value, bool) and (value == 0 or LEAST <= value <= MOST)
+    if not fine:
+        constraint = f"must be 0, or a number in {LEAST}..{MOST}"
+        raise ArgumentError("temperature", value, constraint, "pass 0 for greedy decoding")
 
 
 class DecodeStep:
@@ -157,34 +213,41 @@ class DecodeStep:
 
 def checked_prompts(prompts: Any, vocabulary: int) -> list[torch.Tensor]:
     """One integer vector for each sequence."""
-    given = [prompts] if isinstance(prompts, torch.Tensor) and prompts.dim() == 1 else prompts
     remedy = "pass a list of token numbers for each sequence"
-    if not isinstance(given, Iterable) or isinstance(given, str | bytes):
+    if isinstance(prompts, torch.Tensor) and prompts.dim() < 2:
+        prompts = [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, str | bytes | Mapping):
         raise ArgumentError("prompts", type(prompts).__name__, "must be sequences of tokens", remedy)
     found = []
-    for prompt in given:
+    for prompt in prompts:
         try:
             tokens = torch.as_tensor(prompt)
-        except (TypeError, ValueError, RuntimeError):
-            raise ArgumentError("prompts", type(prompt).__name__, "must hold token numbers", remedy) from None
-        if tokens.dim() != 1 or not len(tokens) or tokens.is_floating_point() or tokens.is_complex():
             seen = f"{tokens.dtype} {list(tokens.shape)}"
-            raise ArgumentError("prompts", seen, "each must be a vector of at least one token number", remedy)
-        least, most = int(tokens.min()), int(tokens.max())
+            whole = not (tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool)
+            if tokens.dim() != 1 or not len(tokens) or not whole:
+                raise ArgumentError("prompts", seen, "each must be a vector of at least one token number", remedy)
+            tokens = tokens.to(torch.int64)  # at first: few operators take unsigned ones
+            least, most = int(tokens.min()), int(tokens.max())
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            if isinstance(error, ArgumentError):
+                raise
+            raise ArgumentError("prompts", type(prompt).__name__, "must hold token numbers", remedy) from None
         if least < 0 or most >= vocabulary:
             seen = least if least < 0 else most
             constraint = f"tokens must be 0..{vocabulary - 1}"
             raise ArgumentError("prompts", seen, constraint, "use the tokenizer of this model")
-        found.append(tokens.to(torch.int64))
+        found.append(tokens)
     if not found:
         raise ArgumentError("prompts", [], "must hold at least one sequence", remedy)
     return found
 
 
-def _ends(given: Any) -> list[int]:
+def end_tokens(given: Any) -> list[int]:
     """Tokens that end a sequence."""
+    if isinstance(given, torch.Tensor):
+        given = given.tolist()
     found = [] if given is None else list(given) if isinstance(given, Iterable) else [given]
-    if not all(type(token) is int for token in found):
+    if not all(type(token) is int and -(1 << 63) <= token < 1 << 63 for token in found):
         raise ArgumentError("eos_token_id", given, "must be a token number, or several", "pass tokenizer.eos_token_id")
     return found
 
@@ -197,7 +260,7 @@ def generate(
     max_new_tokens: int = 128,
     sampling: Sampling | None = None,
     eos_token_id: int | Sequence[int] | None = None,
-    on_tokens: Callable[[list[int | None]], Any] | None = None,
+    on_tokens: Listener | None = None,
     cache: KVCache | None = None,
 ) -> list[torch.Tensor]:
     """New tokens of each prompt, int64 vectors on the CPU, an end token included.
@@ -209,13 +272,14 @@ def generate(
         sampling: how tokens are chosen; None is greedy.
         eos_token_id: token, or tokens, that end a sequence. None: all sequences get max_new_tokens.
         on_tokens: called in order with each step's token of each sequence, None for those that have ended; a step
-            behind the device. Returning True ends the loop.
+            behind the device. Returning True ends the loop, returning a list of sequences' numbers ends these.
         cache: where keys and values go; None makes one of the needed size. Its sequences are freed again.
 
     Raises:
         ArgumentError: prompts that are no tokens of the model, or with what is generated too long for it, numbers out
             of range.
         CacheFullError: `cache` has too little room.
+        NotFiniteError: logits of some sequences are NaN or infinite, once the others have ended.
     """
     if not hasattr(getattr(model, "decoder", None), "embed_tokens"):
         remedy = "pass a model of terrazzo.load"
@@ -224,7 +288,7 @@ def generate(
         raise ArgumentError("max_new_tokens", max_new_tokens, "must be at least 1", "pass a number of tokens")
     table = model.decoder.embed_tokens.weight
     found = checked_prompts(prompts, len(table))
-    ends = _ends(eos_token_id)
+    ends = end_tokens(eos_token_id)
     check_length(max(map(len, found)), max_new_tokens, getattr(model, "max_positions", None))
     longest = max(map(len, found)) + max_new_tokens
     held = model.new_cache(len(found), longest) if cache is None else cache
@@ -238,10 +302,23 @@ def generate(
         logits = model.lm_head(h[first.starts[1:].long() - 1])
         sampling = _agreed(sampling or Sampling(), getattr(model, "ranks", None), table.device)
         loop = _Loop(model, held, sequences, sampling, ends, max_new_tokens, on_tokens)
-        return loop.run(logits)
+        if sampling.repetition_penalty != 1.0:
+            loop.text = _texts(found, max_new_tokens).to(table.device)
+        made = loop.run(logits)
     finally:
         for sequence in sequences:
             held.free(sequence)
+    if loop.failed:
+        raise NotFiniteError(sorted(loop.failed), made, table.dtype)
+    return made
+
+
+def _texts(prompts: list[torch.Tensor], new: int) -> torch.Tensor:
+    """int64 [B, longest + new]: prompts, and room for new tokens. Behind a shorter one its first token comes again,
+    which says nothing new of what the text has."""
+    width = max(map(len, prompts))
+    rows = [torch.cat([p, p[:1].expand(width - len(p) + new)]) for p in prompts]
+    return torch.stack(rows)
 
 
 def _agreed(sampling: Sampling, ranks: Any, device: torch.device) -> Sampling:
@@ -262,7 +339,7 @@ class _Loop:
         sampling: Sampling,
         ends: list[int],
         most: int,
-        on_tokens: Callable[[list[int | None]], Any] | None,
+        on_tokens: Listener | None,
     ) -> None:
         device = model.decoder.embed_tokens.weight.device
         self.model, self.cache, self.sequences = model, cache, sequences
@@ -273,6 +350,9 @@ class _Loop:
         self.made = torch.full((most, len(sequences)), -1, dtype=torch.int64, device=device)
         self.shown = torch.empty(self.made.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.events: list[torch.cuda.Event | None] = []
+        self.text: torch.Tensor | None = None
+        self.kept: dict[int, int] = {}  # sequences that the listener has ended, and how many tokens they keep
+        self.failed: set[int] = set()
 
     def run(self, logits: torch.Tensor) -> list[torch.Tensor]:
         self.note(logits, 0)
@@ -288,20 +368,30 @@ class _Loop:
                 break
         else:
             self.see(self.most - 1)
-        return [row[row >= 0].clone() for row in self.shown[:count].T]
+        rows = [row[: self.kept.get(at, count)] for at, row in enumerate(self.shown[:count].T)]
+        return [row[row >= 0].clone() for row in rows]
 
     def see(self, at: int) -> bool:
         """Hand on the tokens of step `at`; whether it was the last one that is wanted."""
         if self.events[at] is not None:
             self.events[at].synchronize()
-        row = self.shown[at].tolist()
-        stop = self.on_tokens is not None and self.on_tokens([t if t >= 0 else None for t in row]) is True
-        return stop or all(token < 0 or token in self.end_tokens for token in row)
+        row = [-1 if number in self.kept else token for number, token in enumerate(self.shown[at].tolist())]
+        self.failed |= {number for number, token in enumerate(row) if token == FAILED}
+        said = None if self.on_tokens is None else self.on_tokens([t if t >= 0 else None for t in row])
+        if isinstance(said, list | tuple | set) and said:
+            self.kept |= {number: at + 1 for number in said if number not in self.kept}
+            self.ended[list(said)] = True
+        over = (t < 0 or t in self.end_tokens or number in self.kept for number, t in enumerate(row))
+        return said is True or all(over)
 
     def note(self, logits: torch.Tensor, at: int) -> None:
         """Choose the tokens of step `at`, and send them to the host."""
-        chosen = self.choose(logits)
+        text = None if self.text is None else self.text[:, : self.text.shape[1] - self.most + at]
+        chosen = torch.where(finite(logits), self.choose(logits, text), FAILED)
         self.made[at] = torch.where(self.ended, -1, chosen)
+        if text is not None:
+            self.text[:, text.shape[1]] = chosen.clamp_min(0)
+        self.ended |= chosen < 0
         if len(self.ends):
             self.ended |= torch.isin(chosen, self.ends)
         self.shown[at].copy_(self.made[at], non_blocking=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from terrazzo.ops.shards import Cut
 
 DTYPES = ("float16", "bfloat16")
 MAX_TOKENS = 4096
+BEYOND_FLOAT16 = ("gemma3_text",)
+"""Architectures whose residual stream leaves float16, which ends at 65504."""
 
 
 def load(
@@ -54,7 +57,7 @@ def load(
         source: a Hugging Face folder, or float tensors by name (a model's `state_dict`), which need `config`.
         config: transformers config; None reads the folder's.
         device: None takes "cuda" where there is a GPU. dtype: float16 or bfloat16; None takes the config's, or float16
-            for others.
+            for others. Gemma 3 needs bfloat16, and takes it.
         kv: format of keys and values: a pair ("int4_channel64", "int4") or "int4_channel64/int4", one name for both, or
             "int4", "int2" or "int8int4" for what is most accurate at these bits (docs/kv-formats.md). None keeps
             `dtype`, or what the folder was saved with. Rotated keys come with a ring of 128 tokens in f16. Static ones
@@ -70,7 +73,8 @@ def load(
             8-bit activations, static or dynamic, where it states them and the GPU has such products (W8A8).
         activations: "e4m3" quantizes what the folder's MXFP4 layers and experts multiply, a scale for each token; None
             keeps 16 bits, which on an H100 takes no longer (docs/generate.md).
-        max_tokens: of a sequence in caches that forward makes.
+        max_tokens: of a sequence, for which caches that forward makes have room at first. They grow, and `generate` has
+            caches of the size that a call needs.
         tensor_parallel: (rank, world) of the ranks that share the model, each of which calls load. Of layers, heads and
             vocabulary only the rank's own are read; forward sums over `torch.distributed` (docs/generate.md).
         progress: called with (layers done, all layers). report: see `sources.Report`.
@@ -81,7 +85,7 @@ def load(
             cannot share. ToolchainError: transformers is not installed.
     """
     model_module = _transformers()
-    cut_layers = config is not None
+    cut_layers, whole = config is not None, config
     to = weights.device_of(device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu"))
     own, config = read_config(source, config, trust_remote_code)
     found = dtype_of(config, dtype)
@@ -140,6 +144,7 @@ def load(
         skeleton.name_or_path = str(Path(source).absolute())
     if stated is not None:
         skeleton.generation_config = stated
+    name_ends(skeleton, source, config, whole)
     return skeleton.eval()
 
 
@@ -199,7 +204,12 @@ def _check_activations(activations: Any, weight_only: bool) -> None:
 
 
 def dtype_of(config: Any, asked: torch.dtype | None) -> torch.dtype:
-    """Of activations: as asked for, else the config's if that is one of DTYPES, else float16."""
+    """Of activations: as asked for, else the config's if that is one of DTYPES, else float16; bfloat16 in the place of
+    float16 where the architecture needs it.
+
+    Raises:
+        ArgumentError: another dtype, or float16 for an architecture that leaves it.
+    """
     if asked is not None and not isinstance(asked, torch.dtype):
         raise ArgumentError("dtype", asked, "must be a torch.dtype", "pass torch.float16 or torch.bfloat16")
     found = asked or getattr(config, "dtype", None)
@@ -209,6 +219,12 @@ def dtype_of(config: Any, asked: torch.dtype | None) -> torch.dtype:
         found = getattr(torch, weights_name(found))
     if weights_name(found) not in DTYPES:
         raise ArgumentError("dtype", weights_name(found), f"must be one of {DTYPES}", "pass torch.bfloat16")
+    kind = getattr(config, "model_type", None)
+    if found == torch.float16 and kind in BEYOND_FLOAT16:
+        if asked is not None:
+            constraint = f"ends at 65504, and sums inside of a {kind} go beyond: its logits would be NaN"
+            raise ArgumentError("dtype", "float16", constraint, "pass torch.bfloat16, or leave it out")
+        return torch.bfloat16
     return found
 
 
@@ -286,6 +302,29 @@ def generation_config(source: Any) -> Any:
         ArgumentError: names the file, where transformers cannot read it.
     """
     return None if isinstance(source, Mapping) else foreign.generation_config_of(weights.path_of(source))
+
+
+def name_ends(model: Any, source: Any, config: Any, whole: Any = None) -> None:
+    """Have a model's generation config name the end tokens that its config states, where it names none itself.
+
+    A config class may have an end token by default, which says nothing of the checkpoint: `model.assumed_end` is that,
+    None where end tokens are stated.
+
+    Args:
+        model: with its generation config. source: see `load`. config: of the text model. whole: what it is part of.
+    """
+    made, folder = model.generation_config, None if isinstance(source, Mapping) else Path(source)
+    own = folder is not None and (folder / "generation_config.json").is_file() and made.eos_token_id is not None
+    file = folder / "config.json" if folder is not None else None
+    written = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else {}
+    inner = written.get("text_config")
+    chosen = [getattr(each, "eos_token_id", None) for each in (config, whole)]
+    chosen = [end for end, each in zip(chosen, (config, whole)) if end != getattr(type(each), "eos_token_id", None)]
+    files = [each.get("eos_token_id") for each in (inner if isinstance(inner, Mapping) else {}, written)]
+    stated = next((end for end in [*chosen, *files] if end is not None), None)
+    if not own and stated is not None and made.eos_token_id in (None, config.eos_token_id):
+        made.eos_token_id = stated
+    model.assumed_end = made.eos_token_id if not own and stated is None else None
 
 
 class _Lazy(Mapping):

@@ -102,6 +102,8 @@ def quantize_folder(
     rotaries = [rotary.to(to) for rotary in model_module.rotaries_of(skeleton, shape)]
     generation = loading.generation_config(source)
     claims.check_ends(generation or skeleton.generation_config, "the folder")
+    skeleton.generation_config = generation or skeleton.generation_config
+    loading.name_ends(skeleton, source, config)
     note: dict[str, float] = {}
     made = Published(
         checkpoint, {}, to, found, quantize=form, options=options, target=target,
@@ -136,7 +138,8 @@ def quantize_folder(
         size = sum((folder / name).stat().st_size for name in files)
         out_folder.write_json(model_module.INDEX, {"metadata": {"total_size": size}, "weight_map": places})
         skeleton.config.dtype = found
-        model_module.write_configs(folder, skeleton.config, formats, generation, source, "out")
+        facts = (skeleton.config, formats, skeleton.generation_config, source, "out", skeleton.assumed_end)
+        model_module.write_configs(folder, *facts)
         out_folder.finish()
     return errors
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -14,6 +16,13 @@ from terrazzo.nn import foreign, generation, templates
 
 Stream = Callable[[int, str], Any]
 """Called with the number of a prompt and the next piece of its text. Returning True ends generation."""
+ELSEWHERE = {
+    "max_tokens": "max_new_tokens", "max_length": "max_new_tokens", "stop_strings": "stop", "stop_token_ids": "stop",
+    "do_sample": "temperature", "streamer": "stream", "on_tokens": "stream", "messages": "prompts", "prompt": "prompts",
+    "generator": "seed", "eos_token_id": "model.generation_config.eos_token_id",
+    **dict.fromkeys(("kv", "quantize", "device", "dtype", "tensor_parallel"), "load={...}"),
+}  # fmt: skip
+"""Names that others give to arguments of `generate`."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What tokenizers decode the bytes of a character to that has not come as a whole."""
 
@@ -49,6 +58,36 @@ class Pieces:
         return text[len(known) :]
 
 
+class Cut:
+    """A text that ends before the first of some strings, piece by piece; what may be the beginning of one waits.
+
+    Args:
+        stops: the strings, none of them empty.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops, self.waiting, self.ended = stops, "", False
+
+    def push(self, piece: str) -> str:
+        """What this piece makes sure of the text, "" behind its end."""
+        if self.ended:
+            return ""
+        text = self.waiting + piece
+        found = [at for at in (text.find(stop) for stop in self.stops) if at >= 0]
+        if found:
+            self.waiting, self.ended = "", True
+            return text[: min(found)]
+        sizes = range(min(len(text), max(map(len, self.stops), default=1) - 1), 0, -1)
+        kept = next((n for n in sizes if any(stop.startswith(text[-n:]) for stop in self.stops)), 0)
+        self.waiting = text[len(text) - kept :]
+        return text[: len(text) - kept]
+
+    def rest(self) -> str:
+        """What has waited, when no further piece comes."""
+        text, self.waiting = self.waiting, ""
+        return text
+
+
 def generate(
     model: Any,
     prompts: Any,
@@ -57,82 +96,129 @@ def generate(
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
     seed: int | None = None,
+    stop: str | Sequence[str] | None = None,
     tokenizer: Any = None,
     chat: bool = False,
     stream: bool | Stream = False,
     progress: bool | None = None,
     load: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
+    **unknown: Any,
 ) -> list[str]:
     """The text that a model writes behind each prompt.
 
-    Prompts may differ in length: nothing is padded. A sequence ends at an end token of the model's generation config
-    (of the tokenizer where that has none), or after max_new_tokens.
+    Prompts may differ in length: nothing is padded. A sequence ends at an end token of the model's generation config,
+    of its config.json where that has none, or else of the tokenizer; at a string of `stop`; or after max_new_tokens.
 
     Args:
         model: of `terrazzo.load`, or a folder for it.
         prompts: a text, or a list of texts; with `chat` also lists of messages {"role": ..., "content": ...}.
         temperature: 0 takes the most likely token. top_k: 0 for all. top_p: share of probability that is kept.
+        min_p: least probability, as a share of the most likely token's. repetition_penalty: 1 for none; divides
+            positive logits of tokens that prompt and text have, and multiplies negative ones.
         seed: of sampling; None draws from torch's generator.
+        stop: a string or several. The text ends before the first one that appears in it; transformers' `stop_strings`
+            end at the same token, and keep the string. Of a special token of the tokenizer, the name.
         tokenizer: of transformers; None reads the folder's.
         chat: put each prompt into the tokenizer's chat template, a text as the user's message.
         stream: True prints the text of a single prompt while it comes (of several ranks, the first prints it); or a
-            function, see `Stream`. Pieces of a sequence joined are its text.
+            function, see `Stream`. Pieces of a sequence joined are its text: what may begin a string of `stop` waits.
         progress: a bar on stderr; None shows one on a terminal unless text is printed there.
         load: arguments of `terrazzo.load`, where `model` is a folder.
         trust_remote_code: run Python code of the folder that describes its config or tokenizer. False runs none.
 
     Raises:
-        ArgumentError: prompts that are no texts, no tokenizer, numbers out of range.
+        ArgumentError: prompts that are no texts, no tokenizer, numbers out of range, an argument that there is not.
+        NotFiniteError: logits of some sequences are NaN or infinite; `results` has the texts, of these up to there.
         ToolchainError: transformers is not installed.
     """
-    sampling = generation.Sampling(temperature, top_k, top_p, seed)
-    texts = _texts(prompts, chat)
+    _check_known(unknown)
+    sampling = generation.Sampling(temperature, top_k, top_p, seed, min_p, repetition_penalty)
+    texts, stops = _texts(prompts, chat), _stops(stop)
     if not isinstance(stream, bool) and not callable(stream):
         raise ArgumentError("stream", stream, "must be True, False or a function", "pass stream=True to print")
     if stream is True and len(texts) > 1:
         constraint = f"prints one text, and there are {len(texts)} prompts"
         raise ArgumentError("stream", True, constraint, "pass a function of (prompt number, piece)")
     shown = sys.stderr.isatty() and stream is not True if progress is None else bool(progress)
+    failed: list[int] = []
     with ExitStack() as stack:
         bar = _bar(stack) if shown else None
         model, tokenizer = _both(model, tokenizer, load, bar, trust_remote_code)
         prints = stream is True and getattr(getattr(model, "ranks", None), "rank", 0) == 0  # all ranks have the text
         told = (lambda at, piece: print(piece, end="", flush=True)) if prints else None if stream is True else stream
-        listener = _Listener(tokenizer, len(texts), told or None, bar, max_new_tokens)
-        generation.generate(
-            model, [_tokens(tokenizer, text, chat) for text in texts], max_new_tokens=max_new_tokens,
-            sampling=sampling, eos_token_id=_ends(model, tokenizer), on_tokens=listener,
-        )  # fmt: skip
+        special, stops = _special(tokenizer, stops)
+        listener = _Listener(tokenizer, len(texts), told or None, bar, max_new_tokens, stops)
+        try:
+            generation.generate(
+                model, [_tokens(tokenizer, text, chat) for text in texts], max_new_tokens=max_new_tokens,
+                sampling=sampling, eos_token_id=_ends(model, tokenizer) + special, on_tokens=listener,
+            )  # fmt: skip
+        except generation.NotFiniteError as error:
+            failed, dtype = error.rows, error.dtype
         found = listener.finish()
     if prints:
         print(flush=True)
+    if failed:
+        raise generation.NotFiniteError(failed, found, dtype)
     return found
 
 
 class _Listener:
     """Texts of all sequences, told and counted as their tokens come."""
 
-    def __init__(self, tokenizer: Any, count: int, told: Stream | None, bar: Any, most: int) -> None:
+    def __init__(
+        self, tokenizer: Any, count: int, told: Stream | None, bar: Any, most: int, stops: Sequence[str] = ()
+    ) -> None:
         self.pieces = [Pieces(partial(foreign.text_of, tokenizer)) for _ in range(count)]
+        self.cuts = [Cut(stops) for _ in range(count)]
         self.texts, self.told, self.bar = [""] * count, told, bar
         self.task = None if bar is None else bar.add_task("generating", total=most * count)
 
-    def __call__(self, row: list[int | None]) -> bool:
-        parts = [(at, self.pieces[at].push(token)) for at, token in enumerate(row) if token is not None]
+    def __call__(self, row: list[int | None]) -> bool | list[int]:
+        """True where the caller wants no more, or the sequences whose texts have just ended."""
+        came = [at for at, token in enumerate(row) if token is not None]
+        parts = [(at, self.cuts[at].push(self.pieces[at].push(row[at]))) for at in came]
         if self.task is not None:
-            self.bar.advance(self.task, len(parts))
-        return any([self.tell(at, piece) for at, piece in parts])
+            self.bar.advance(self.task, len(came))
+        return any([self.tell(at, piece) for at, piece in parts]) or [at for at in came if self.cuts[at].ended]
 
     def tell(self, at: int, piece: str) -> bool:
         self.texts[at] += piece
         return bool(piece) and self.told is not None and self.told(at, piece) is True
 
     def finish(self) -> list[str]:
-        for at, pieces in enumerate(self.pieces):
-            self.tell(at, pieces.rest())
+        for at, (pieces, cut) in enumerate(zip(self.pieces, self.cuts)):
+            self.tell(at, cut.push(pieces.rest()) + cut.rest())
         return self.texts
+
+
+def _check_known(unknown: Mapping[str, Any]) -> None:
+    """Refuse arguments that `generate` does not have."""
+    if not unknown:
+        return
+    name, value = next(iter(unknown.items()))
+    known = [each for each in inspect.signature(generate).parameters if each != "unknown"]
+    near = ELSEWHERE.get(name) or next(iter(difflib.get_close_matches(name, known, 1)), None)
+    remedy = f"it has {', '.join(known)}" if near is None else f"did you mean {near}?"
+    raise ArgumentError(name, value, "is no argument of terrazzo.generate", remedy)
+
+
+def _stops(given: Any) -> list[str]:
+    found = [] if given is None else [given] if isinstance(given, str) else given
+    if not isinstance(found, list | tuple | set) or not all(isinstance(stop, str) and stop for stop in found):
+        raise ArgumentError("stop", given, "must be a string that is not empty, or several", 'pass stop=["\\n\\n"]')
+    return list(found)
+
+
+def _special(tokenizer: Any, stops: Sequence[str]) -> tuple[list[int], list[str]]:
+    """Tokens that are named by strings which decoded text leaves out, and the other strings."""
+    known = {str(token): number for token, number in getattr(tokenizer, "get_added_vocab", dict)().items()}
+    names = set(map(str, getattr(tokenizer, "all_special_tokens", ()))) & set(known)
+    return [known[stop] for stop in stops if stop in names], [stop for stop in stops if stop not in names]
 
 
 def _texts(given: Any, chat: bool) -> list[Any]:
@@ -171,9 +257,13 @@ def _tokens(tokenizer: Any, text: Any, chat: bool) -> list[int]:
     return found
 
 
-def _ends(model: Any, tokenizer: Any) -> Any:
+def _ends(model: Any, tokenizer: Any) -> list[int]:
+    """End tokens of the generation config; of the tokenizer, where there are none but those of the config's class."""
     stated = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    return getattr(tokenizer, "eos_token_id", None) if stated is None else stated
+    own = getattr(tokenizer, "eos_token_id", None)
+    if stated is None or (own is not None and stated == getattr(model, "assumed_end", None)):
+        stated = own
+    return generation.end_tokens(stated)
 
 
 def _both(

@@ -250,8 +250,8 @@ def test_a_crop_between_captured_steps_takes_them_back(loaded):
 def test_a_failed_sequence_ends_neither_a_sampled_batch_nor_the_context(exact):
     """torch.multinomial would end the process's use of the GPU: by both ways to generate, others get their tokens."""
     state = {name: value.clone() for name, value in exact.state_dict().items()}
-    state["model.embed_tokens.weight"][3] = torch.nan
     model = load(state, config=exact.config, device="cuda", kv="float16")
+    model.decoder.embed_tokens.weight.data[3] = torch.nan
     bad, fine = torch.tensor([3, 5, 9, 11, 2]), PROMPTS[0]
     sampling = generation.Sampling(temperature=0.7, top_k=1)
     alone = generate(model, [fine], max_new_tokens=NEW, sampling=sampling)[0]
