@@ -182,6 +182,8 @@ def test_schedules_of_no_size_do_not_fit(name):
 def test_damaged_schedules_serve_no_neighbours():
     made = table([ROW | {"m": 64, "schedule": {"row_tiles": 0, "min_blocks": 1}}])
     assert made.find("w4a16", FACTS, 60)[0] is None
+    none = table([ROW | {"m": 64, "program": "multistage", "schedule": {"block_tokens": 0}}])
+    assert all(none.find("w4a16", FACTS, m)[1] or m <= 64 for m in range(1, 200))  # no tile divides by zero
     for damage in ({"row_tiles": "x", "min_blocks": 1}, {"tokens": "x"}, {"tokens": 1.0}, {"tokens": 2**31}, []):
         with pytest.raises(ArgumentError, match=r"records\[0\].schedule = .*: is not an object of integers"):
             table([ROW | {"m": 64, "schedule": damage}])

@@ -372,6 +372,20 @@ def test_graphs_hold_as_many_rows_as_are_decoded(engine, tokens, level):
     assert impl.kind.most_rows == built.reorder_batch_threshold == min(1 + tokens, 8)
 
 
+@pytest.mark.parametrize(("strict", "said"), [(False, "no kernel here"), (True, None)])
+def test_a_backend_without_kernels_declines_unless_it_is_strict(engine, monkeypatch, strict, said):
+    """Strict says so itself, as an error."""
+    made = backend("v0_26")
+    module = importlib.import_module("terrazzo.integrations.vllm.attention")
+    monkeypatch.setattr(module, "lacking", lambda requests: "no kernel here")
+    monkeypatch.setattr(module.linear, "target", lambda: H100)
+    monkeypatch.setattr(module.linear, "compiling", lambda how: None)
+    engine.config.additional_config["terrazzo"] |= dict(strict=strict, bundle="there")
+    facts = dict(head_size=128, dtype=torch.bfloat16, kv_cache_dtype="int4_per_token_head", block_size=None)
+    facts |= dict(use_mla=False, has_sink=True, use_sparse=False, use_mm_prefix=False, device_capability=None)
+    assert made.supports_combination(**facts) == said
+
+
 def test_backends_say_in_words_what_they_decline(engine):
     facts = dict(head_size=128, dtype=torch.bfloat16, kv_cache_dtype="int4_per_token_head", block_size=None)
     facts |= dict(use_mla=False, has_sink=True, use_sparse=False, use_mm_prefix=False, device_capability=None)

@@ -77,6 +77,11 @@ def test_spills_are_reported(compiled, monkeypatch):
     log = "    16 bytes stack frame, 24 bytes spill stores, 28 bytes spill loads\nptxas info    : Used 255 registers"
     made = report.make_report(compiled(request_for("gemm")) / "kernel.cubin", log, 0)
     assert (made.stack, made.spill_stores, made.spill_loads, made.registers) == (16, 24, 28, 255)
+    two = (
+        f"    8 bytes stack frame, 40 bytes spill stores, 0 bytes spill loads\nptxas info    : Used 40 registers\n{log}"
+    )
+    made = report.make_report(compiled(request_for("gemm")) / "kernel.cubin", two, 0)  # the most of any function
+    assert (made.stack, made.spill_stores, made.spill_loads, made.registers) == (16, 40, 28, 255)
 
 
 @needs_disassembler

@@ -130,6 +130,17 @@ def test_paths_that_leave_the_bundle_are_refused(bundle, tmp_path, name):
         load(bundle)
 
 
+def test_no_handle_of_a_folder_on_the_way_stays_open(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "file").write_bytes(b"x")
+    with folders.Folder(tmp_path) as folder:
+        before = os.listdir("/proc/self/fd")
+        assert folder.read("a/b/file") == b"x"
+        with pytest.raises(ValueError, match="cannot be read"):
+            folder.read("a/b/other")
+        assert os.listdir("/proc/self/fd") == before
+
+
 @pytest.mark.parametrize("name", ["../bundle/kernels/x", "..", "x/../../y"])
 def test_kernels_lie_inside_the_bundle(bundle, name):
     manifest = manifest_of(bundle)

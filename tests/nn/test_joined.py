@@ -8,6 +8,7 @@ from layers import K, act_order, mixed, weight, x
 from terrazzo import nn
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn import products
+from terrazzo.nn.generation import Sampling
 from terrazzo.ops import moe, w4a8, w4a16, w4ax
 from terrazzo.ops.grouped import GroupedWeight
 
@@ -56,6 +57,7 @@ def test_layers_that_cannot_be_joined_are_refused_by_name():
         ([own, w4a8.quantize(weight())], "one format"), ([mixed(), unlike], "permutation"),
         ([w4a8.quantize(weight()), w4a8.quantize(weight(), smooth=torch.ones(K) * 2)], "smooth"),
         ([own, w4a16.quantize(weight(k=64), group_size=32)], "codes"), ([], "list of weights"),
+        ([torch.ones(8, K)], "packed or canonical"), ([Sampling()], "packed or canonical"),
     ):  # fmt: skip
         with pytest.raises(ArgumentError, match=says):
             nn.join(given)

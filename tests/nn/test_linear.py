@@ -12,7 +12,7 @@ from layers import BIAS, PACKED, SMOOTH, K, N, act_order, layer, weight, x
 from safetensors.torch import load, save
 from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
 from terrazzo.nn import Format, Linear
-from terrazzo.ops import mxfp4, w4a8, w4a16, w4ax
+from terrazzo.ops import fp8, mxfp4, w4a8, w4a16, w4ax
 
 every = pytest.mark.parametrize("name", PACKED)
 
@@ -239,6 +239,14 @@ def test_a_layer_compiles_to_one_graph(name):
         made.load_state_dict({k: t.clone() for k, t in made.state_dict().items()}, assign=True)
         made.words.zero_()
         assert torch.equal(compiled(x()), made(x()))
+
+
+@pytest.mark.parametrize(("form", "granularity"), [("fp8-g128", "block"), ("fp8", "channel")])
+def test_groups_of_fp8_are_blocks(form, granularity):
+    w = weight(256, 256) * torch.linspace(0.1, 9, 256)
+    assert torch.equal(
+        Linear.from_float(w, form).packed.dequantize(), fp8.quantize(w, granularity=granularity).dequantize()
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops.tiles.resident import resident_rows
-from terrazzo.schedules import linear_spaces, multistage, small_batch, stream_k, w4ax
+from terrazzo.schedules import linear_spaces, multistage, rows, small_batch, stream_k, w4ax
 from terrazzo.schedules.models import MEASURED, MODELS
 from terrazzo.schedules.problem import TOKENS_PER_TILE, Gemm
 
@@ -159,6 +159,14 @@ def test_multistage_schedules_fit(arch, m):
             assert s.smem_bytes(problem) <= target.smem_per_block and s.rows % 64 == 0
             workspace, semaphores = multistage.launch_sizes(s, problem, m)
             assert len(workspace) == 5 and semaphores[0] <= 4096
+
+
+@pytest.mark.parametrize("k", [16400, 20000, 24576, 32768])
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_ctas_that_share_a_row_have_a_thread_for_each_vector(k, parts):
+    s, vectors = rows.choose(k, Target.parse("sm_90a"), 1, parts=parts), -(-k // 16) * 2
+    assert s.parts == parts and s.vectors == s.rows == 1 and s.resident == 32 * s.warps
+    assert (s.warps - 1) * 32 * parts < vectors <= s.warps * 32 * parts
 
 
 PAIRS = {  # W4A16 weight -> us of 16 tokens on an H200, the fastest recorded of small_batch and of stream_k

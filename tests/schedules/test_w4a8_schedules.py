@@ -62,6 +62,14 @@ def test_multistage_schedules_are_legal(problem, m, arch):
     assert s.block_tokens >= min(m, 128) and s.row_blocks * s.block_tokens // s.token_warps <= 256
 
 
+def test_rows_of_y_take_the_room_of_x_and_no_less_than_their_own():
+    """Rows are staged with 16 bytes of padding each: of 8 warps 10 KiB, of which 16 tokens of two stages have four."""
+    problem = Gemm.of_bytes(4096, 4096, 128)
+    for schedule, more in ((multistage.Multistage(16, 8, 2, 2), 10240 - 4096), (multistage.Multistage(64, 8, 2, 2), 0)):
+        fixed = problem.form.multistage_fixed[0]
+        assert schedule.smem_bytes(problem) == 2 * schedule.stage_bytes(problem) + more + fixed
+
+
 def test_small_batch_refuses_wide_batches():
     with pytest.raises(ArgumentError, match="1..32"):
         small_batch.choose(Gemm.of_bytes(64, 128, 64), Target.parse("sm_90a"), 33)

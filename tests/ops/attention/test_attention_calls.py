@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from terrazzo.lowering import kernels
 from terrazzo.lowering.errors import ArgumentError, TargetError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching
@@ -206,6 +207,8 @@ def test_new_tokens_of_no_sequence_are_refused(cache, on_a_gpu):
     none = replace(cache, lengths=cache.lengths[:0], pages=cache.pages[:0])
     with pytest.raises(ArgumentError, match="q = '4 tokens, most_new 4, 0 sequences"):
         prefill(q, none, starts[:1], 4)
+    with pytest.raises(ArgumentError, match="q = .*: has new tokens of no sequence"):
+        decode(q, none, cu_seqlens=starts[:1], most_new=4)
     assert prefill(q[:0], cache, starts * 0, 0).shape == (0, 8, 128) and not on_a_gpu
     store(cache, k[:0], k[:0], starts * 0, 0)
 
@@ -254,6 +257,8 @@ def test_parameters_are_checked_as_tensors_are(cache):
             ("k = 'list'", lambda: prefill(own, cache, starts, 4, k=[1], v=[1])),
             ("sinks = 'list'", lambda: decode(torch.nn.Parameter(q[:3]), cache, sinks=[1.0])),
             ("most_new = 2.5", lambda: store(cache, k, k, starts, 2.5)),
+            ("cu_seqlens = .*must be int32 .4.", lambda: store(cache, k, k, starts.long(), 4)),
+            ("cu_seqlens = .*must be int32 .4.", lambda: store(cache, k, k, starts[:3], 4)),
         ):
             with pytest.raises(ArgumentError, match=words):
                 call()
@@ -332,7 +337,18 @@ def test_requests_of_caches_that_there_are_not_are_refused():
 # ---------------------------------------------------------------- ragged decode, split prefill
 
 
-def test_ragged_decode_says_what_does_not_fit(cache, on_a_gpu):
+@pytest.mark.parametrize("change", [torch.Tensor.float, lambda q: q[..., :64], lambda q: q[:, 0, 0]])
+def test_decode_names_queries_that_do_not_fit(cache, on_a_gpu, change):
+    q = torch.zeros(3, 1, 8, 128).half()
+    with pytest.raises(ArgumentError, match=r"q = .*: must be float16 or bfloat16 \[B, q_len, Hq, 128\]"):
+        decode(change(q), cache)
+    assert not on_a_gpu
+
+
+def test_ragged_decode_says_what_does_not_fit(cache, on_a_gpu, monkeypatch):
+    monkeypatch.setattr(op, "semaphores", lambda *args: None)
+    monkeypatch.setattr(op, "capturing", lambda device: False)
+    monkeypatch.setattr(kernels, "get_kernel", lambda request: lambda *given: on_a_gpu.append(given))
     q, starts = q_of(cache, 6)
     for words, call in (
         ("most_new = 4: belongs to cu_seqlens", lambda: decode(q, cache, most_new=4)),
@@ -348,6 +364,7 @@ def test_ragged_decode_says_what_does_not_fit(cache, on_a_gpu):
         with pytest.raises(ArgumentError, match=words):
             call()
     assert decode(q[:0], cache, cu_seqlens=starts * 0, most_new=1).shape == (0, 8, 128) and not on_a_gpu
+    assert decode(q, cache, cu_seqlens=starts, most_new=6).shape == (6, 8, 128) and len(on_a_gpu) == 1
 
 
 def test_short_chunks_over_long_pasts_are_cut_along_the_past():

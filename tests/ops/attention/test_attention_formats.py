@@ -235,6 +235,8 @@ def test_oracle_options():
         ("tokens", lambda: CacheLayout("int4_channel64", "int4", 128).words(96)),
         ("static", lambda: quantizer.quantize(torch.zeros(1, 16, 64), "fp8")),
         ("static", lambda: quantizer.quantize(torch.zeros(1, 16, 64), "int4", torch.ones(64))),
+        ("static", lambda: quantizer.quantize(torch.zeros(1, 16, 64), "fp8", torch.ones(3, 1, 64))),
+        ("static", lambda: quantizer.quantize(torch.zeros(1, 16, 64), "fp8", torch.ones(1, 1, 1, 64))),
         ("x", lambda: quantizer.quantize(torch.zeros(1, 40, 64), "int4_channel32")),
         ("residual", lambda: caches.pack_cache(*torch.zeros(2, 1, 1, 64, 64), "int4_channel32", "int4", residual=64)),
     ],

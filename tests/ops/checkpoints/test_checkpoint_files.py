@@ -33,6 +33,13 @@ def test_the_shard_that_the_index_names_is_read(tmp_path):
     assert torch.equal(w4a16.load_layer(folder, LAYER).dequantize("post"), stored("awq")[1])
 
 
+@pytest.mark.parametrize("convention", ["awq", "gptq_sym"])
+def test_words_without_a_config_are_of_the_format_whose_shapes_they_have(tmp_path, convention):
+    model = w4a16.load_model(write(tmp_path, tensors(convention)))
+    assert list(model.layers) == [LAYER], model.skipped
+    assert torch.equal(w4a16.load_layer(tmp_path, LAYER).dequantize("post"), stored(convention)[1])
+
+
 def test_what_no_shard_holds_is_named(tmp_path):
     held = tensors("awq") | {"model.norm.weight": torch.ones(4)}
     folder = indexed(tmp_path, held, dict.fromkeys(held, A))
@@ -110,9 +117,11 @@ def test_a_folder_with_one_bad_shard_serves_the_whole_layers(tmp_path, damage):
 
 
 def test_vectors_that_change_a_layer_are_seen(tmp_path):
-    """AutoAWQ's ScaledActivation divides the input of the layer behind an activation function."""
+    """AutoAWQ's ScaledActivation divides the input of the layer behind an activation function; a bias does not."""
     names = "h.0.mlp.fc_in", "h.0.mlp.fc_out", "h.1.mlp.fc_out"
-    held = tensors("awq", names[1], names[2])
+    held = tensors("awq", names[1])
+    square = stored("awq", k=256, n=256)[0] | {"bias": torch.ones(256).half()}
+    held |= {f"{names[2]}.{leaf}": t for leaf, t in square.items()}
     held |= {f"{names[0]}.{leaf}": t for leaf, t in stored("awq", k=128, n=256)[0].items()}
     held |= {"h.0.mlp.act.scales": torch.ones(256).half(), "h.0.ln.weight": torch.ones(128)}
     folder = write(tmp_path, held, AWQ)

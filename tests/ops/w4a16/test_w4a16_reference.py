@@ -63,6 +63,19 @@ def test_act_order_is_undone(numerics):
     torch.testing.assert_close(bound, other, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize(("group", "steps", "sums"), [(32, 2, 16), (128, 8, 4), (512, 32, 4)])
+def test_the_bound_counts_the_sums_of_groups(group, steps, sums):
+    """As its derivation says: T steps of a group, and A = 2 G + splits + 5 for G sums, at least one for each 128 k."""
+    weight = QuantizedWeight.canonical(
+        torch.ones(8, 512).int(), torch.ones(8, 512 // group).half(), None, group_size=group
+    )
+    x = torch.ones(1, 512).half()
+    x[:, ::2] = -1  # so that y is 0, and no share of its rounding
+    bound = lambda splits: reference.forward_error_bound(x, weight, "post", splits=splits)[0, 0].item()
+    each = (bound(1064) - bound(64)) / 1000
+    assert round(bound(64) / each) == 20 * steps + 2 * sums + 64 + 5
+
+
 def kernel(x: torch.Tensor, weight: QuantizedWeight, numerics: str, splits: int, bias=None) -> torch.Tensor:
     """A kernel in float32: k16 steps in order, `splits` partial sums added in order, each operation rounded."""
     q, z, s = (torch.from_numpy(a) for a in columns(weight))
