@@ -37,6 +37,7 @@ ROOT = Path(__file__).parents[2]
 TURNS = ("ops", "nn", "layouts", "ops", "schedules", "lowering", "ops", "integrations")
 """Whose turn it is to be changed: `ops` is as long as all others."""
 SECONDS = 60
+"""For one mutant, unless `--seconds` says more: on a busy machine."""
 MOST_FILES = 16
 """Files of tests that one mutant meets."""
 LEFT_OUT = ("layouts/picture.py",)  # drawings
@@ -308,8 +309,8 @@ def pytest_collectreport(report) -> None:
 class Worker:
     """A copy of the tree in which one mutant after the other stands."""
 
-    def __init__(self, folder: Path, python: str) -> None:
-        self.folder, self.python, self.tree, self.writes = folder, python, folder / "tree", 0
+    def __init__(self, folder: Path, seconds: float) -> None:
+        self.folder, self.seconds, self.tree, self.writes = folder, seconds, folder / "tree", 0
         ignored = shutil.ignore_patterns(".git", ".venv", "build", "dist", "__pycache__", "*.egg-info", ".ruff_cache")
         shutil.copytree(ROOT, self.tree, symlinks=True, ignore=ignored)
 
@@ -329,14 +330,26 @@ class Worker:
         if fresh:
             shutil.rmtree(kernels, ignore_errors=True)
         environment = os.environ | {
-            "PYTHONPATH": f"{self.tree}{os.pathsep}{ROOT / 'tests/tools'}",
+            "PYTHONPATH": f"{self.tree}{os.pathsep}{Path(__file__).parent}",
             "MUTANT_LOG": str(log),
             "TERRAZZO_CACHE_DIR": str(kernels),
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
             "HF_HUB_OFFLINE": "1",
         }
-        command = [self.python, "-m", "pytest", "-x", "-q", "-p", "mutants", "-p", "no:cacheprovider", "-m", "not slow"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-p",
+            "mutants",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not slow",
+        ]
         command += [
             "-o",
             "addopts=",
@@ -367,12 +380,12 @@ class Worker:
 
     def judge(self, mutant: Mutant, unfit: Callable[[str, str], bool | None], tell: Callable[..., None]) -> None:
         """Run the tests against a mutant; `unfit` and `tell` share what is known of tests that only read the text."""
-        source, fresh = (ROOT / mutant.file).read_text(), mutant.file.startswith("lowering/")
+        source, fresh = (self.tree / mutant.file).read_text(), mutant.file.startswith("lowering/")
         tests, without, begun = list(tests_of(mutant.file)), set(), time.monotonic()
         try:
             while True:
                 self.write(mutant.file, mutant.applied(source))
-                left = SECONDS - (time.monotonic() - begun)
+                left = self.seconds - (time.monotonic() - begun)
                 result, test, mutant.ran = self.pytest(tests, without, left, fresh)
                 mutant.test, mutant.verdict = test, {"passed": "survived", "failed": "killed"}.get(result, result)
                 if result != "failed":
@@ -380,21 +393,23 @@ class Worker:
                 if unfit(mutant.file, test) is None:
                     self.write(mutant.file, source + "\n_SAME = True\n")
                     alone = [test] if test != "pytest" else tests
-                    result, _, _ = self.pytest(alone, set(), SECONDS, fresh)
+                    result, _, _ = self.pytest(alone, set(), self.seconds, fresh)
                     tell(mutant.file, test, result == "failed")
                 if not unfit(mutant.file, test):
                     break
                 without.add(test)
                 tests = [file for file in tests if file != test]
-                if not tests or time.monotonic() - begun > SECONDS:
-                    mutant.test, mutant.verdict = "", "timeout"
+                if not tests or time.monotonic() - begun > self.seconds:
+                    mutant.test, mutant.verdict = "", "timeout" if tests else "survived"
                     break
         finally:
             self.write(mutant.file, source)
         mutant.seconds = round(time.monotonic() - begun, 1)
 
 
-def run(mutants: list[Mutant], jobs: int, out: Path, budget: float, head: dict) -> list[Mutant]:
+def run(
+    mutants: list[Mutant], jobs: int, out: Path, budget: float, head: dict, seconds: float = SECONDS
+) -> list[Mutant]:
     """Judge them, each job in a copy of the tree of its own; what is known is written after each."""
     waiting: queue.Queue[Mutant] = queue.Queue()
     for mutant in mutants:
@@ -403,8 +418,8 @@ def run(mutants: list[Mutant], jobs: int, out: Path, budget: float, head: dict) 
     out.parent.mkdir(parents=True, exist_ok=True)
 
     def work(folder: Path) -> None:
-        worker = Worker(folder, sys.executable)
-        while time.monotonic() < end - SECONDS:
+        worker = Worker(folder, seconds)
+        while time.monotonic() < end - seconds:
             try:
                 mutant = waiting.get_nowait()
             except queue.Empty:
@@ -436,6 +451,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--out", type=Path, default=ROOT / "build/mutants.json")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds; none begins in the last 60")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for one mutant")
     parser.add_argument("--again", type=Path, help="judge what did not die in this result, or committed file, again")
     parser.add_argument("--list", action="store_true", help="name the mutants and their tests, run none")
     given = parser.parse_args()
@@ -448,7 +464,8 @@ def main() -> None:
             print(f"{mutant.file}:{mutant.line} {mutant.operator}: {mutant.old!r} -> {mutant.new!r}")
             print("   ", *tests_of(mutant.file))
         return
-    done = run(mutants, given.jobs, given.out, given.budget, {"seed": given.seed, "count": given.count})
+    head = {"seed": given.seed, "count": given.count}
+    done = run(mutants, given.jobs, given.out, given.budget, head, given.seconds)
     print(", ".join(f"{count} {verdict}" for verdict, count in Counter(one.verdict for one in done).most_common()))
 
 
