@@ -8,6 +8,7 @@ import os
 import stat
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,19 @@ def parse_json(text: str | bytes) -> Any:
     """The value of a JSON text.
 
     Raises:
-        ValueError: no JSON, not UTF-8, nested too deeply, or with an integer of thousands of digits.
+        ValueError: no JSON, not UTF-8, nested too deeply, with an integer of thousands of digits, a name of two values.
     """
-    return _parse(json.loads, text)
+    return _parse(partial(json.loads, object_pairs_hook=_object), text)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose names have one value each: readers differ in which of two counts."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        for name, value in pairs:
+            if made[name] != value:
+                raise ValueError(f"{name[:80]!r} has two values")
+    return made
 
 
 def parse_toml(text: str) -> dict[str, Any]:

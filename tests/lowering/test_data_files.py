@@ -16,6 +16,7 @@ BAD_JSON = {
     "digits": b'{"a": ' + mutation.DIGITS.encode() + b"}",
     "bytes": b'"\xff\xfe"',
     "empty": b"",
+    "two values": b'{"a": 1, "a": 2}',
 }
 BAD_TOML = {
     "no TOML": b"a = = 1",

@@ -166,6 +166,7 @@ def test_files_that_fill_the_memory_are_not_opened(folder):
 
 
 BROKEN = {
+    "two values": b'{"model_type": "llama", "model_type": "qwen2"}',
     "deep": b"[" * 100_000, "objects": b'{"a":' * 100_000, "digits": b'{"vocab_size": ' + b"9" * 5000 + b"}",
     "latin": '{"a": "é"}'.encode("latin-1"), "mark": b"\xef\xbb\xbf{}", "list": b"[]", "empty": b"", "cut": b'{"a": ',
 }  # fmt: skip
@@ -181,6 +182,12 @@ def test_json_that_is_none_is_named(folder, kind):
         loading.generation_config(folder)
     with pytest.raises(ArgumentError, match="tokenizer"):
         foreign.tokenizer_of(folder)
+
+
+def test_a_name_that_is_there_twice_with_one_value_is_read(folder):
+    file = folder / "config.json"
+    file.write_text(file.read_text(encoding="utf-8").replace("{", '{"model_type": "llama", ', 1), encoding="utf-8")
+    assert loading.read_config(folder, None)[1].model_type == "llama"
 
 
 def test_damaged_tokenizers_are_refused_or_read(folder, tries):
