@@ -11,19 +11,19 @@ Outputs are compared with float64 over the dequantized cache, on a few kv heads,
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
-import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from terrazzo.autotune import attention_bench
 from terrazzo.autotune.attention_bench import Shape, random_cache
 from terrazzo.lowering.errors import TerrazzoError
 
-from benchmarks import report
-from benchmarks.attention_peers import PEERS, check
+from benchmarks import program, report
+from benchmarks.peers.attention import PEERS, check
 
 DEVICE = "cuda"
 SHAPES = ("1x32/8x4k", "1x32/8x32k", "1x32/8x128k", "8x32/8x32k", "64x32/8x4k", "1x32/32x32k", "8x32/32x4k")
@@ -44,7 +44,7 @@ def described(made: dict[str, Any]) -> str:
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__.splitlines()[0])
+    parser = program.parser("attention", __doc__, 15.0, "quick", "no-peers", "compile-only")
     parser.add_argument("--shapes", help="comma-separated, as 8x32/8x32k")
     parser.add_argument("--formats", help="comma-separated, keys/values")
     parser.add_argument("--q-len", default="1,4", help="comma-separated numbers of new tokens")
@@ -57,21 +57,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--residual", type=int, help="newest tokens in f16. Default: what a KVCache of the keys has")
     parser.add_argument("--splits", help="comma-separated numbers of splits to try")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--budget-ms", type=float, default=15.0)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="of the sources, where git cannot tell")
-    parser.add_argument("--compile-only", action="store_true", help="compile the kernels for this GPU and stop")
     o = parser.parse_args(argv)
     o.shapes = [Shape.parse(s) for s in (o.shapes.split(",") if o.shapes else QUICK_SHAPES if o.quick else SHAPES)]
-    o.formats = [
-        tuple(f.split("/")) for f in (o.formats.split(",") if o.formats else QUICK_FORMATS if o.quick else FORMATS)
-    ]
-    o.q_len = [int(n) for n in o.q_len.split(",")]
-    o.pages = [int(n) for n in o.pages.split(",")]
+    o.formats = program.formats(o.formats or (QUICK_FORMATS if o.quick else FORMATS))
+    o.q_len, o.pages = program.numbers(o.q_len), program.numbers(o.pages)
     o.schedules = [tuple(map(int, s.split(","))) for s in o.schedules.split(";")] if o.schedules else [None]
-    o.splits = [int(s) for s in o.splits.split(",")] if o.splits else [None]
+    o.splits = program.numbers(o.splits) if o.splits else [None]
     return o
 
 
@@ -194,8 +185,8 @@ def show(row: dict[str, Any]) -> None:
     print(f"{place:28} {formats:24} {speed}  [{row['schedule']}]", flush=True)
 
 
-def compile_all(o: argparse.Namespace) -> None:
-    from terrazzo.lowering.parallel import compile_many
+def requests_of(o: argparse.Namespace) -> list[Any]:
+    """All kernels that a run of these options launches."""
     from terrazzo.ops.attention.cache import launch
     from terrazzo.ops.attention.cache.format import kept_in_f16
     from terrazzo.ops.attention.cache.layout import CacheLayout
@@ -218,43 +209,31 @@ def compile_all(o: argparse.Namespace) -> None:
                         facts = dict(page=page, residual=residual, softcap=False, sinks=False)
                         facts |= dict(dtype="float16", target=target, schedule=schedule)
                         wanted += [op.plan(*sizes, splits=n or 0, **facts).request for n in o.splits]
-    start = time.perf_counter()
-    outcomes = compile_many(wanted)
-    failed = {str(e)[:300] for e in outcomes if isinstance(e, Exception)}
-    print(f"{len(set(wanted))} kernels in {time.perf_counter() - start:.0f} s", *failed, sep="\n", flush=True)
+    return wanted
 
 
-def run(o: argparse.Namespace) -> int:
+def rows_of(o: argparse.Namespace, result: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+    """Rows of each cache, with the peers of its shape."""
     import torch
-    from terrazzo.autotune import gemm_bench, measure
-    from terrazzo.ops.attention.cache import launch
 
-    start = time.perf_counter()
-    compile_all(o)
-    if o.compile_only:
-        return 0
-    result = gemm_bench.header(launch.detect(), o.commit)
-    result["copy_gb_s"] = round(measure.copy_bandwidth(), 1)
-    result["peers_missing"] = {p.name: p.missing() for p in PEERS if p.missing()}
-    result["rows"] = []
-    print(f"copy {result['copy_gb_s']} GB/s", flush=True)
     for shape in o.shapes:
         rivals = {} if o.no_peers else peers(o, shape)
         torch.cuda.empty_cache()
-        for formats in o.formats:
-            for page in o.pages:
-                made = ours(o, shape, formats, page, result["copy_gb_s"])
-                torch.cuda.empty_cache()
-                for row in made:
-                    suffix = f" q{row['q_len']}" if row["q_len"] > 1 else ""
-                    row["peers"] = {
-                        name.removesuffix(suffix): us for name, us in rivals.items()
-                        if name.endswith(suffix) and (suffix or " q" not in name)
-                    }  # fmt: skip
-                result["rows"] += made
-        out = o.out or (None if o.quick else report.RESULTS / report.file_name("attention", result["gpu"]))
-        report.write(result, out, start)
-    return report.conclude(result)
+        for formats, page in itertools.product(o.formats, o.pages):
+            made = ours(o, shape, formats, page, result["copy_gb_s"])
+            for row in made:
+                suffix = f" q{row['q_len']}" if row["q_len"] > 1 else ""
+                row["peers"] = {
+                    name.removesuffix(suffix): us for name, us in rivals.items()
+                    if name.endswith(suffix) and (suffix or " q" not in name)
+                }  # fmt: skip
+            yield made
+
+
+def run(o: argparse.Namespace) -> int:
+    from terrazzo.ops.attention.cache import launch
+
+    return program.run("attention", o, launch.detect(), rows_of, requests_of(o), PEERS)
 
 
 def main(argv: list[str] | None = None) -> int:

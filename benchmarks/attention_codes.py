@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from terrazzo.autotune import attention_bench
@@ -25,7 +23,7 @@ from terrazzo.ops.attention import entry
 from terrazzo.ops.attention.cache import launch
 from terrazzo.ops.attention.decoding import codes, op
 
-from benchmarks import report
+from benchmarks import program, report
 
 DEVICE = "cuda"
 CACHES = (
@@ -37,19 +35,16 @@ PAGE = 128
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention_codes", description=__doc__.splitlines()[0])
+    parser = program.parser("attention_codes", __doc__, 60.0)
     parser.add_argument("--caches", help="comma-separated, as 8x32/8x32k")
     parser.add_argument("--formats", default="int4/int4", help="keys/values")
     parser.add_argument("--quants", default=",".join(QUANTS))
     parser.add_argument("--q-len", default="1", help="comma-separated")
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--budget-ms", type=float, default=60.0)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="of the sources, where git cannot tell")
     o = parser.parse_args(argv)
     o.caches = [Shape.parse(text) for text in (o.caches.split(",") if o.caches else CACHES)]
     o.formats, o.quants = tuple(o.formats.split("/")), o.quants.split(",")
-    o.q_len = [int(n) for n in o.q_len.split(",")]
+    o.q_len = program.numbers(o.q_len)
     return o
 
 
@@ -127,8 +122,8 @@ def show(shape: Shape, row: dict[str, Any]) -> None:
     print(f"{place} {row['us']:8.2f} us; without codes {row['plain']:.2f}{behind}", flush=True)
 
 
-def compile_all(o: argparse.Namespace) -> None:
-    from terrazzo.lowering.parallel import compile_many
+def requests_of(o: argparse.Namespace) -> list[Any]:
+    """All kernels that a run of these options launches."""
     from terrazzo.ops.attention.cache.cache import residual_of
     from terrazzo.ops.attention.cache.layout import CacheLayout
 
@@ -136,34 +131,16 @@ def compile_all(o: argparse.Namespace) -> None:
     for shape in o.caches:
         for q_len in o.q_len:
             sizes = (shape.batch, shape.kv_heads, q_len * shape.heads // shape.kv_heads, shape.tokens)
-            facts = dict(
-                dtype="float16",
-                page=PAGE,
-                residual=residual_of(layout, None),
-                softcap=False,
-                sinks=False,
-                target=target,
-            )
+            facts = dict(dtype="float16", page=PAGE, residual=residual_of(layout, None), target=target)
+            facts |= dict(softcap=False, sinks=False)
             forms = [None, *(codes.Coding(quant) for quant in o.quants)]
             wanted += [op.plan(layout, *sizes, **facts, coding=form).request for form in forms]
-    start = time.perf_counter()
-    failed = {str(e)[:300] for e in compile_many(wanted) if isinstance(e, Exception)}
-    print(f"{len(set(wanted))} kernels in {time.perf_counter() - start:.0f} s", *failed, sep="\n", flush=True)
+    return wanted
 
 
 def run(o: argparse.Namespace) -> int:
-    import torch
-    from terrazzo.autotune import gemm_bench
-
-    start = time.perf_counter()
-    compile_all(o)
-    result = gemm_bench.header(launch.detect(), o.commit)
-    result["rows"] = []
-    for shape in o.caches:
-        result["rows"] += rows_of(o, shape)
-        torch.cuda.empty_cache()
-        report.write(result, o.out or report.RESULTS / report.file_name("attention_codes", result["gpu"]), start)
-    return report.conclude(result)
+    rows = lambda o, result: (rows_of(o, shape) for shape in o.caches)
+    return program.run("attention_codes", o, launch.detect(), rows, requests_of(o), copies=False)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -15,18 +15,17 @@ import argparse
 import itertools
 import re
 import sys
-import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from terrazzo.autotune.attention_bench import Shape, random_cache
 from terrazzo.lowering.errors import ArgumentError, TerrazzoError
 
-from benchmarks import report
+from benchmarks import program, report
 from benchmarks.attention import expected
-from benchmarks.attention_peers import PEERS, check
+from benchmarks.peers.attention import PEERS, check
 
 DEVICE = "cuda"
 SHAPES = (
@@ -67,7 +66,7 @@ class Prompt:
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention_prefill", description=__doc__.splitlines()[0])
+    parser = program.parser("attention_prefill", __doc__, 60.0, "quick", "no-peers")
     parser.add_argument("--shapes", help="comma-separated, as 1x32/8x512+32k")
     parser.add_argument("--formats", help="comma-separated, keys/values")
     parser.add_argument("--modes", default="stored,fresh")
@@ -75,15 +74,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--page", type=int, default=128, help="tokens of a page; 0 is contiguous")
     parser.add_argument("--schedules", help="auto, or program,row_tiles,warps,stages[,buffers], separated by ;")
     parser.add_argument("--splits", default="auto", help="comma-separated: auto, or parts of the past, 1 for none")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--budget-ms", type=float, default=60.0)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="of the sources, where git cannot tell")
     o = parser.parse_args(argv)
     o.shapes = [Prompt.parse(s) for s in (o.shapes.split(",") if o.shapes else QUICK_SHAPES if o.quick else SHAPES)]
-    formats = o.formats.split(",") if o.formats else QUICK_FORMATS if o.quick else FORMATS
-    o.formats = [tuple(f.split("/")) for f in formats]
+    o.formats = program.formats(o.formats or (QUICK_FORMATS if o.quick else FORMATS))
     o.modes = o.modes.split(",")
     o.splits = [None if n == "auto" else int(n) for n in o.splits.split(",")]
     given = [s.split(",") for s in o.schedules.split(";")] if o.schedules else []
@@ -215,8 +208,8 @@ def peers(o: argparse.Namespace, prompt: Prompt) -> dict[str, float]:
     return found
 
 
-def compile_all(o: argparse.Namespace) -> None:
-    from terrazzo.lowering.parallel import compile_many
+def requests_of(o: argparse.Namespace) -> list[Any]:
+    """All kernels that a run of these options launches."""
     from terrazzo.ops.attention.cache.layout import CacheLayout
     from terrazzo.ops.attention.prefilling import prefill_op
 
@@ -228,31 +221,24 @@ def compile_all(o: argparse.Namespace) -> None:
                 wanted += prefill_op.prefill_requests(
                     layout, page=o.page, residual=layout.k.group, fresh=mode == "fresh", schedule=schedule_of(given)
                 )
-    start = time.perf_counter()
-    failed = {str(e)[:300] for e in compile_many(wanted) if isinstance(e, Exception)}
-    print(f"{len(set(wanted))} kernels in {time.perf_counter() - start:.0f} s", *failed, sep="\n", flush=True)
+    return wanted
 
 
-def run(o: argparse.Namespace) -> int:
+def rows_of(o: argparse.Namespace, result: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+    """Rows of each cache, with the peers of its prompt."""
     import torch
-    from terrazzo.autotune import gemm_bench
-    from terrazzo.ops.attention.cache import launch
 
-    start = time.perf_counter()
-    compile_all(o)
-    result = gemm_bench.header(launch.detect(), o.commit)
-    result["peers_missing"] = {p.name: p.missing() for p in PEERS if p.missing()}
-    result["rows"] = []
     for prompt in o.shapes:
         rivals = {} if o.no_peers else peers(o, prompt)
         torch.cuda.empty_cache()
         for formats in o.formats:
-            result["rows"] += [row | {"peers": rivals} for row in ours(o, prompt, formats)]
-            torch.cuda.empty_cache()
-        name = report.file_name("attention_prefill", result["gpu"])
-        out = o.out or (None if o.quick else report.RESULTS / name)
-        report.write(result, out, start)
-    return report.conclude(result)
+            yield [row | {"peers": rivals} for row in ours(o, prompt, formats)]
+
+
+def run(o: argparse.Namespace) -> int:
+    from terrazzo.ops.attention.cache import launch
+
+    return program.run("attention_prefill", o, launch.detect(), rows_of, requests_of(o), PEERS, copies=False)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -16,23 +16,20 @@ import itertools
 import random
 import re
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from terrazzo.autotune import attention_bench
 from terrazzo.autotune.attention_bench import Shape
-from terrazzo.lowering import parallel
 from terrazzo.lowering.errors import ArgumentError, TerrazzoError
 from terrazzo.ops.attention import entry
 from terrazzo.ops.attention.cache import launch
 from terrazzo.ops.attention.cache.layout import CacheLayout
 from terrazzo.ops.attention.decoding import op
 
-from benchmarks import report
+from benchmarks import program, report
 
 DEVICE = "cuda"
 BATCHES = (
@@ -81,20 +78,16 @@ def lengths_of(batch: str) -> list[int]:
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention_ragged", description=__doc__.splitlines()[0])
+    parser = program.parser("attention_ragged", __doc__, 15.0)
     parser.add_argument("--batches", default=",".join(BATCHES), help="comma-separated")
     parser.add_argument("--formats", default=",".join(FORMATS), help="comma-separated, keys/values")
     parser.add_argument("--heads", default="32/8", help="query heads / kv heads")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--q-len", default="1,4", help="comma-separated numbers of new tokens")
     parser.add_argument("--own", action="store_true", help="new tokens of each sequence's own number, up to q_len, too")
-    parser.add_argument("--budget-ms", type=float, default=15.0)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="of the sources, where git cannot tell")
     o = parser.parse_args(argv)
     o.batches = o.batches.split(",")
-    o.formats = [tuple(f.split("/")) for f in o.formats.split(",")]
-    o.q_len = [int(n) for n in o.q_len.split(",")]
+    o.formats, o.q_len = program.formats(o.formats), program.numbers(o.q_len)
     return o
 
 
@@ -118,18 +111,15 @@ def mean_of(lengths: list[int]) -> int:
     return -(-sum(lengths) // len(lengths))
 
 
-def compile_all(o: argparse.Namespace) -> None:
+def requests_of(o: argparse.Namespace) -> list[Any]:
+    """All kernels that a run of these options launches."""
     batches, layouts = map(lengths_of, o.batches), [CacheLayout(*formats, o.head_dim) for formats in o.formats]
-    wanted = [
+    return [
         plan_of(o, lengths, layout, q_len, mean, own).request
         for lengths, layout, q_len in itertools.product(batches, layouts, o.q_len)
         for mean in (0, mean_of(lengths))
         for own in ((False, True) if o.own else (False,))
     ]
-    start = time.perf_counter()
-    outcomes = parallel.compile_many(wanted)
-    failed = {str(e)[:300] for e in outcomes if isinstance(e, Exception)}
-    print(f"{len(set(wanted))} kernels in {time.perf_counter() - start:.0f} s", *failed, sep="\n", flush=True)
 
 
 def peer(o: argparse.Namespace, lengths: list[int], shape: Shape) -> dict[str, float]:
@@ -241,23 +231,17 @@ def show(row: dict[str, Any]) -> None:
     )
 
 
-def run(o: argparse.Namespace) -> int:
-    import torch
-    from terrazzo.autotune import gemm_bench, measure
-
-    start = time.perf_counter()
-    compile_all(o)
-    result = gemm_bench.header(launch.detect(), o.commit)
-    result["copy_gb_s"] = round(measure.copy_bandwidth(), 1)
-    result["rows"] = []
+def rows_of(o: argparse.Namespace, result: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+    """Rows of each batch and format."""
     for batch in o.batches:
         lengths = lengths_of(batch)
         rivals = peer(o, lengths, shape_of(o, lengths)) if 1 in o.q_len else {}
         for formats in o.formats:
-            result["rows"] += ours(o, batch, formats, rivals, result["copy_gb_s"])
-            torch.cuda.empty_cache()
-        report.write(result, o.out or report.RESULTS / report.file_name("attention_ragged", result["gpu"]), start)
-    return report.conclude(result)
+            yield ours(o, batch, formats, rivals, result["copy_gb_s"])
+
+
+def run(o: argparse.Namespace) -> int:
+    return program.run("attention_ragged", o, launch.detect(), rows_of, requests_of(o))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -14,18 +14,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from terrazzo.autotune import attention_bench, gemm_bench
 from terrazzo.autotune.attention_bench import Shape
 from terrazzo.lowering.errors import TerrazzoError
 
-from benchmarks import report
+from benchmarks import program, report
 from benchmarks.attention import FORMATS
 
 SHAPES = ("8x32/8x32k", "64x32/8x4k")
@@ -36,17 +34,14 @@ KINDS = ("plain", "full", "mean")
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention_write", description=__doc__.splitlines()[0])
+    parser = program.parser("attention_write", __doc__, 15.0)
     parser.add_argument("--shapes", default=",".join(SHAPES), help="comma-separated caches of the steps")
     parser.add_argument("--formats", default=",".join(FORMATS), help="comma-separated, keys/values")
     parser.add_argument("--kinds", default=",".join(KINDS), help="comma-separated kinds of steps")
     parser.add_argument("--no-store", action="store_true", help="only steps")
-    parser.add_argument("--budget-ms", type=float, default=15.0)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="of the sources, where git cannot tell")
     o = parser.parse_args(argv)
     o.shapes = [Shape.parse(s) for s in o.shapes.split(",")]
-    o.formats = [tuple(f.split("/")) for f in o.formats.split(",")]
+    o.formats = program.formats(o.formats)
     o.kinds = o.kinds.split(",")
     for what in o.formats:
         if len(what) != 2:
@@ -156,25 +151,21 @@ def show(row: dict[str, Any]) -> None:
     print(f"{where} {said}", flush=True)
 
 
-def run(o: argparse.Namespace) -> int:
-    import torch
-    from terrazzo.autotune import measure
-    from terrazzo.ops.attention.cache import launch
-
-    start, copy_gb_s = time.perf_counter(), measure.copy_bandwidth()
-    result = gemm_bench.header(launch.detect(), o.commit) | {"copy_gb_s": round(copy_gb_s, 1), "rows": []}
-    print(f"copy {copy_gb_s:.1f} GB/s", flush=True)
-    for row, call in planned(o, copy_gb_s):
+def rows_of(o: argparse.Namespace, result: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+    """Each row as it is measured."""
+    for row, call in planned(o, result["copy_gb_s"]):
         try:
             row |= call()
         except TerrazzoError as error:
             row["failure"] = " ".join(str(error).split())[:300]
         show(row)
-        torch.cuda.empty_cache()
-        result["rows"].append(row)
-        out = o.out or report.RESULTS / report.file_name("attention_write", result["gpu"])
-        report.write(result, out, start)
-    return report.conclude(result)
+        yield [row]
+
+
+def run(o: argparse.Namespace) -> int:
+    from terrazzo.ops.attention.cache import launch
+
+    return program.run("attention_write", o, launch.detect(), rows_of)
 
 
 def main(argv: list[str] | None = None) -> int:

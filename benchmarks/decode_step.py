@@ -23,8 +23,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from benchmarks import decode_step_peers as peers
 from benchmarks import report
+from benchmarks.peers import decode_step as peers
 
 DEVICE = "cuda"
 PAGE = 128

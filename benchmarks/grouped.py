@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.grouped_peers import PEERS
+from benchmarks.peers.experts import PEERS
 
 RIVALS = {peer.name for peers in PEERS.values() for peer in peers}
 BESIDE = {

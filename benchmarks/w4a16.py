@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 from benchmarks import gemm
-from benchmarks.peers import PEERS
+from benchmarks.peers.weights import PEERS
 
 MODELS = ("llama-3-8b", "llama-3-70b", "qwen3-32b")
 MS = (1, 4, 16, 32, 64, 96, 128, 160, 192, 256, 1024, 4096, 8192)

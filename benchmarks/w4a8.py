@@ -22,9 +22,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from benchmarks import gemm, report
-from benchmarks.byte_peers import FP8_PEERS as MORE_FP8_PEERS
-from benchmarks.byte_peers import INT8_PEERS
 from benchmarks.gemm import compile_all
+from benchmarks.peers.byte_inputs import FP8_PEERS as MORE_FP8_PEERS
+from benchmarks.peers.byte_inputs import INT8_PEERS
 
 MODELS = ("llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3-8b")
 MS = (4, 8, 16, 32, 64, 96, 128, 160, 192, 256, 1024, 4096)

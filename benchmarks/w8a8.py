@@ -4,7 +4,7 @@
     python -m benchmarks.w8a8 --m 1,64 --out result.json --formats int8,fp8 --tiles 6
 
 A row is one format at one M. `peers` are torch._int_mm (no scales applied), torch._scaled_mm by tensor and by row,
-cuBLAS bf16 and, with fp8_block, the products of block_peers.py; all ran in the same turns. `variants` are
+cuBLAS bf16 and, with fp8_block, the products of peers/blocks.py; all ran in the same turns. `variants` are
 `with_quantizer` and, with --tiles, the cheapest other tiles. Every output of ours, and of products with blocks, is
 compared with a float64 product of the same operands before its time counts.
 """
@@ -14,15 +14,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-import time
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-from benchmarks import block_peers, report
+from benchmarks import program, report
+from benchmarks.peers import blocks as block_peers
 
-SHAPES = ((6144, 4096), (28672, 4096), (4096, 14336))
-"""(N, K) of LLaMA-3-8B: q, k, v; gate and up; down."""
-MS = (1, 16, 64, 256, 1024, 4096)
 FORMATS = {
     "int8": dict(codes="int8"),
     "int8_asymmetric": dict(codes="int8", asymmetric=True),
@@ -37,31 +34,17 @@ RASTERS = (1, 8)
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.w8a8", description=__doc__.splitlines()[0])
-    parser.add_argument("--m", help="comma-separated numbers of tokens")
-    parser.add_argument("--formats", default=",".join(FORMATS), help="comma-separated, of " + ", ".join(FORMATS))
-    parser.add_argument("--shapes", help="comma-separated NxK")
+    parser = program.parser("w8a8", __doc__, 10.0, "compile-only")
     tiles = "so many of the cheapest tiles, or those named as 256x2x1,128x2x2, are timed as variants, in all ways"
     parser.add_argument("--tiles", default="0", help=tiles)
     parser.add_argument("--experts", type=int, default=0, help="so many, of M tokens each, are timed as a variant")
-    parser.add_argument("--budget-ms", type=float, default=10.0, help="GPU time of one measurement")
-    parser.add_argument("--out", type=Path, help="file to write; default benchmarks/results/w8a8_<gpu>.json")
-    parser.add_argument("--commit", help="of the sources, where git cannot tell")
-    parser.add_argument("--compile-only", action="store_true", help="compile the kernels and stop; needs no GPU")
-    options = parser.parse_args(argv)
-    try:
-        options.m = tuple(int(m) for m in options.m.split(",")) if options.m else MS
-        shapes = options.shapes.split(",") if options.shapes else ()
-        options.shapes = tuple(tuple(map(int, shape.split("x"))) for shape in shapes) or SHAPES
-        options.tiles = tuple(tuple(map(int, tile.split("x"))) for tile in options.tiles.split(","))
-    except ValueError:
-        parser.error("write tokens as 1,16,256, shapes as 4096x4096,6144x4096, tiles as 3 or 256x2x1,128x2x2")
-    if {len(tile) for tile in options.tiles} != {3} and not (len(options.tiles) == len(options.tiles[0]) == 1):
-        parser.error("--tiles: a number, or tokens x warpgroups x row blocks of each")
-    options.formats = tuple(options.formats.split(","))
-    if not set(options.formats) <= set(FORMATS):
-        parser.error(f"--formats {','.join(options.formats)}: must be of {', '.join(FORMATS)}")
-    return options
+
+    def own(o: argparse.Namespace) -> None:
+        o.tiles = tuple(tuple(map(int, tile.split("x"))) for tile in o.tiles.split(","))
+        if {len(tile) for tile in o.tiles} != {3} and not (len(o.tiles) == len(o.tiles[0]) == 1):
+            parser.error("--tiles: a number, or tokens x warpgroups x row blocks of each")
+
+    return program.layers(parser, tuple(FORMATS), argv, own)
 
 
 def accumulate_of(name: str) -> str:
@@ -313,33 +296,27 @@ def show(row: dict[str, Any]) -> None:
     print(f"{place} {us or 0:9.2f} us {row['tflops']:7.1f}  {said}  [{row['schedule']}] {more}", flush=True)
 
 
+def rows_of(options: argparse.Namespace, target: Any) -> Iterator[list[dict[str, Any]]]:
+    """Rows of each layer and number of tokens."""
+    for n, k in options.shapes:
+        layer = Layer(n, k, options, target)
+        for m in options.m:
+            rows = layer.rows(m)
+            for row in rows:
+                show(row)
+            yield rows
+        del layer
+
+
 def run(options: argparse.Namespace) -> int:
     import torch
     from terrazzo.lowering.targets import Target
 
-    from benchmarks.gemm import compile_all
-
-    start, there = time.perf_counter(), torch.cuda.is_available()
+    there = torch.cuda.is_available()
     target = Target.detect() if there or not options.compile_only else Target.parse("sm_90a")
-    compile_all(requests_of(options, target))
-    if options.compile_only:
-        return 0
-    from terrazzo.autotune import gemm_bench
-
-    result = gemm_bench.header(target, options.commit) | {"rows": []}
-    if "fp8_block" in options.formats:
-        result["peers_missing"] = {peer.name: peer.missing() for peer in block_peers.PEERS if peer.missing()}
-    out = options.out or report.RESULTS / report.file_name("w8a8", result["gpu"])
-    for n, k in options.shapes:
-        layer = Layer(n, k, options, target)
-        for m in options.m:
-            result["rows"] += (rows := layer.rows(m))
-            for row in rows:
-                show(row)
-            report.write(result, out, start)
-        del layer
-        torch.cuda.empty_cache()
-    return report.conclude(result)
+    peers = block_peers.PEERS if "fp8_block" in options.formats else None
+    rows = lambda o, result: rows_of(o, target)
+    return program.run("w8a8", options, target, rows, requests_of(options, target), peers, copies=False)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,15 +12,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-import time
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-from benchmarks import report
+from benchmarks import program, report
 
-SHAPES = ((6144, 4096), (28672, 4096), (4096, 14336))
-"""(N, K) of LLaMA-3-8B: q, k, v; gate and up; down."""
-MS = (1, 16, 64, 256, 1024, 4096)
 FORMATS = {
     "mxfp4": 32, "nvfp4": 16, "w8a16": 0, "w8a16_g128": 128, "fp8": 0, "fp8_block": 128, "fp8_block_folded": 128,
 }  # fmt: skip
@@ -32,26 +28,9 @@ ROWS = 48  # of y that are compared
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.weight_only", description=__doc__.splitlines()[0])
-    parser.add_argument("--m", help="comma-separated numbers of tokens")
-    parser.add_argument("--formats", default=",".join(FORMATS), help="comma-separated, of " + ", ".join(FORMATS))
+    parser = program.parser("weight_only", __doc__, 10.0, "compile-only")
     parser.add_argument("--dtype", default="bfloat16", choices=("float16", "bfloat16"))
-    parser.add_argument("--shapes", help="comma-separated NxK")
-    parser.add_argument("--budget-ms", type=float, default=10.0, help="GPU time of one measurement")
-    parser.add_argument("--out", type=Path, help="file to write; default benchmarks/results/weight_only_<gpu>.json")
-    parser.add_argument("--commit", help="of the sources, where git cannot tell")
-    parser.add_argument("--compile-only", action="store_true", help="compile the kernels and stop")
-    options = parser.parse_args(argv)
-    try:
-        options.m = tuple(int(m) for m in options.m.split(",")) if options.m else MS
-        shapes = options.shapes.split(",") if options.shapes else ()
-        options.shapes = tuple(tuple(map(int, shape.split("x"))) for shape in shapes) or SHAPES
-    except ValueError:
-        parser.error("write numbers of tokens as 1,16,256 and shapes as 4096x4096,6144x4096")
-    options.formats = tuple(options.formats.split(","))
-    if not set(options.formats) <= set(FORMATS):
-        parser.error(f"--formats {','.join(options.formats)}: must be of {', '.join(FORMATS)}")
-    return options
+    return program.layers(parser, tuple(FORMATS), argv)
 
 
 def requests_of(name: str, n: int, k: int, ms: tuple[int, ...], dtype: str, target: Any) -> list[Any]:
@@ -175,33 +154,26 @@ def show(row: dict[str, Any]) -> None:
     print(f"({row['n']:5}, {row['k']:5}) M {row['m']:5} {row['format']:10} {said}  {row['schedule']}", flush=True)
 
 
-def run(options: argparse.Namespace) -> int:
-    import torch
-    from terrazzo.autotune import gemm_bench
-    from terrazzo.lowering.targets import Target
-
-    from benchmarks.gemm import compile_all
-
-    start, target = time.perf_counter(), Target.detect()
-    names = (*options.formats, INT4)
-    wanted = [
-        r for n, k in options.shapes for f in names for r in requests_of(f, n, k, options.m, options.dtype, target)
-    ]
-    compile_all(wanted)
-    if options.compile_only:
-        return 0
-    result = gemm_bench.header(target, options.commit) | {"rows": []}
-    out = options.out or report.RESULTS / report.file_name("weight_only", result["gpu"])
+def rows_of(options: argparse.Namespace, target: Any) -> Iterator[list[dict[str, Any]]]:
+    """Rows of each layer and number of tokens."""
     for n, k in options.shapes:
         layer = Layer(n, k, options, target)
         for m in options.m:
-            result["rows"] += (rows := layer.rows(m))
+            rows = layer.rows(m)
             for row in rows:
                 show(row)
-            report.write(result, out, start)
+            yield rows
         del layer
-        torch.cuda.empty_cache()
-    return report.conclude(result)
+
+
+def run(options: argparse.Namespace) -> int:
+    from terrazzo.lowering.targets import Target
+
+    target, names = Target.detect(), (*options.formats, INT4)
+    facts = (options.m, options.dtype, target)
+    wanted = [r for n, k in options.shapes for f in names for r in requests_of(f, n, k, *facts)]
+    rows = lambda o, result: rows_of(o, target)
+    return program.run("weight_only", options, target, rows, wanted, copies=False)
 
 
 def main(argv: list[str] | None = None) -> int:

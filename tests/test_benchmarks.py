@@ -14,11 +14,8 @@ from terrazzo.lowering.targets import Target
 from terrazzo.schedules import quantize_rows
 
 from benchmarks import (
-    attention_peers,
-    byte_peers,
     choice,
     gemm,
-    peers,
     plot,
     readme,
     report,
@@ -27,6 +24,9 @@ from benchmarks import (
     w4a8_quantizer,
     w4a16,
 )
+from benchmarks.peers import attention as attention_peers
+from benchmarks.peers import byte_inputs as byte_peers
+from benchmarks.peers import weights as peers
 
 
 def row(m, n, k, us, cublas, **more):
@@ -348,7 +348,7 @@ def test_a_layer_of_humming_is_asked_with_the_tile_that_it_chooses_for_the_token
 def test_experts_of_a_peer_are_held_against_their_own_operands():
     import torch
 
-    from benchmarks.grouped_peers import Stack, TritonExperts
+    from benchmarks.peers.experts import Stack, TritonExperts
 
     random = torch.Generator().manual_seed(0)
     words = torch.randint(0, 256, (3, 8, 16), generator=random, dtype=torch.uint8)
@@ -368,7 +368,7 @@ def test_mxfp4_experts_of_a_peer_mean_what_ours_do():
     import torch
     from terrazzo.ops import mxfp4
 
-    from benchmarks.grouped_peers import Mxfp4Stack, wrong
+    from benchmarks.peers.experts import Mxfp4Stack, wrong
 
     random = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 256, (2, 64, 32), generator=random, dtype=torch.uint8)
@@ -394,7 +394,7 @@ def test_outputs_of_products_with_blocks_are_held_against_the_scales_that_they_r
     import torch
     from terrazzo.ops import quantized, w8a8
 
-    from benchmarks import block_peers
+    from benchmarks.peers import blocks as block_peers
 
     random = torch.Generator().manual_seed(0)
     dense = (

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.byte_peers import error
-from benchmarks.peers import missing_module
+from benchmarks.peers.byte_inputs import error
+from benchmarks.peers.weights import missing_module
 
 BLOCK = 128
 MOST_ERROR = 0.01

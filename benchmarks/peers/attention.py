@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.peers import missing_module
+from benchmarks.peers.weights import missing_module
 
 
 def check(peer: Any, y: Any, exact: Any) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from benchmarks.peers import missing_module
+from benchmarks.peers.weights import missing_module
 
 CHECKED = 16
 """Rows of the first and of the last expert with tokens that are compared."""

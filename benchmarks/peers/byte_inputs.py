@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.peers import Humming, Marlin, pack_rows, vllm_parts
+from benchmarks.peers.weights import Humming, Marlin, pack_rows, vllm_parts
 
 GROUP = 128
 ROWS, COLUMNS = 64, 512

@@ -1,0 +1,1 @@
+"""Other packages, timed where they are installed and where their output is right."""

@@ -1,0 +1,116 @@
+"""What benchmark programs share: arguments of all, kernels compiled ahead, the run over rows, the result file."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+
+SHAPES = ((6144, 4096), (28672, 4096), (4096, 14336))
+"""(N, K) of LLaMA-3-8B: q, k, v; gate and up; down."""
+MS = (1, 16, 64, 256, 1024, 4096)
+FLAGS = {
+    "quick": "few cases; no file without --out",
+    "no-peers": "only ours",
+    "compile-only": "compile the kernels and stop",
+}
+
+
+def parser(name: str, doc: str, budget_ms: float, *flags: str) -> argparse.ArgumentParser:
+    """Of `python -m benchmarks.NAME`, with what every program takes and some of FLAGS."""
+    made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc.splitlines()[0])
+    for flag in flags:
+        made.add_argument(f"--{flag}", action="store_true", help=FLAGS[flag])
+    made.add_argument("--budget-ms", type=float, default=budget_ms, help="GPU time of one measurement")
+    made.add_argument("--out", type=Path, help=f"file to write; default benchmarks/results/{name}_<gpu>.json")
+    made.add_argument("--commit", help="of the sources, where git cannot tell")
+    return made
+
+
+def layers(
+    made: argparse.ArgumentParser,
+    known: Sequence[str],
+    argv: list[str] | None,
+    more: Callable[[Any], None] | None = None,
+) -> argparse.Namespace:
+    """Options of a program over layers: numbers of tokens `m`, `formats` of those known, `shapes` (N, K). more: reads
+    the program's own options, and raises ValueError for a bad one."""
+    made.add_argument("--m", help="comma-separated numbers of tokens")
+    made.add_argument("--formats", default=",".join(known), help="comma-separated, of " + ", ".join(known))
+    made.add_argument("--shapes", help="comma-separated NxK")
+    o = made.parse_args(argv)
+    try:
+        o.m = tuple(numbers(o.m)) if o.m else MS
+        o.shapes = tuple(tuple(map(int, shape.split("x"))) for shape in o.shapes.split(",")) if o.shapes else SHAPES
+        if more is not None:
+            more(o)
+    except ValueError:
+        made.error("write tokens as 1,16,256, shapes as 4096x4096,6144x4096, tiles as 3 or 256x2x1,128x2x2")
+    o.formats = tuple(o.formats.split(","))
+    if not set(o.formats) <= set(known):
+        made.error(f"--formats {','.join(o.formats)}: must be of {', '.join(known)}")
+    return o
+
+
+def numbers(text: str) -> list[int]:
+    """ "1,4" -> [1, 4]."""
+    return [int(n) for n in text.split(",")]
+
+
+def formats(text: str | Sequence[str]) -> list[tuple[str, ...]]:
+    """ "int4/int4,int8/int4" -> keys and values of each."""
+    return [tuple(f.split("/")) for f in (text.split(",") if isinstance(text, str) else text)]
+
+
+def compile_all(requests: Sequence[Any]) -> list[Any]:
+    """`compile_many`, with lines that say how many kernels it had, how long it took, and what failed."""
+    from terrazzo.lowering import parallel
+
+    start = time.perf_counter()
+    outcomes = parallel.compile_many(requests)
+    failed = {str(e)[:300] for e in outcomes if isinstance(e, Exception)}
+    print(f"{len(set(requests))} kernels in {time.perf_counter() - start:.0f} s", *failed, sep="\n", flush=True)
+    return outcomes
+
+
+def run(
+    name: str,
+    o: argparse.Namespace,
+    target: Any,
+    rows: Callable[[argparse.Namespace, dict[str, Any]], Iterable[list[dict[str, Any]]]],
+    requests: Sequence[Any] = (),
+    peers: Sequence[Any] | None = None,
+    copies: bool = True,
+) -> int:
+    """Compile, measure, write. Returns the exit code: 1 if a row failed.
+
+    Args:
+        name: of the program and its file. o: options of `parser`. target: the GPU.
+        rows: yields rows as they are measured; it is given the result, which is written behind each yield.
+        requests: kernels to compile first. peers: what `peers_missing` is about. copies: whether to measure
+            `copy_gb_s`.
+    """
+    import torch
+    from terrazzo.autotune import gemm_bench, measure
+
+    start = time.perf_counter()
+    outcomes = compile_all(requests) if requests else []
+    if getattr(o, "compile_only", False):
+        return int(any(isinstance(it, Exception) for it in outcomes))
+    result = gemm_bench.header(target, o.commit)
+    if copies:
+        result["copy_gb_s"] = round(measure.copy_bandwidth(), 1)
+        print(f"copy {result['copy_gb_s']} GB/s", flush=True)
+    if peers is not None:
+        result["peers_missing"] = {peer.name: peer.missing() for peer in peers if peer.missing()}
+    result["rows"] = []
+    default = None if getattr(o, "quick", False) else report.RESULTS / report.file_name(name, result["gpu"])
+    for found in rows(o, result):
+        result["rows"] += found
+        torch.cuda.empty_cache()
+        report.write(result, o.out or default, start)
+    return report.conclude(result)
