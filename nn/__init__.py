@@ -3,9 +3,9 @@
     layer = terrazzo.nn.Linear.from_float(linear, "w4a16-g128").to("cuda")
     y = layer(x)
 
-Forward reads what the state holds: buffers that `.to`, `load_state_dict`, `torch.export` and graphs know. On a CPU it
-runs the operators' reference, slow and exact. Names are resolved on first use: importing this package imports neither
-torch nor tilelang, its modules import torch.
+Forward reads what the state holds: buffers that `.to`, `load_state_dict`, `torch.export` and graphs know. On a CPU
+torch multiplies dequantized weights, a reference (`nn/cpu.py`). Names are resolved on first use: importing this package
+imports neither torch nor tilelang, its modules import torch.
 """
 
 from __future__ import annotations

@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.nn import glue, products
+from terrazzo.nn import cpu, cpu_attention, glue, products
 from terrazzo.nn.joined import QKVLinear
 from terrazzo.nn.linear import Linear
 from terrazzo.nn.parallel import TensorParallel
 from terrazzo.ops import rope, weights
 from terrazzo.ops.attention import torch_op
+from terrazzo.ops.attention.decoding.reference import Options
 from terrazzo.ops.attention.kv_cache import Batch
+from terrazzo.ops.attention.writing import reference_writing
 from torch import nn
 
 
@@ -152,7 +154,7 @@ def append(batch: Batch, k: torch.Tensor, v: torch.Tensor, layer: int) -> None:
     if _on_kernels(k):
         batch.append(k, v, layer)
     else:
-        torch_op.call_append(batch.layer(layer), k, v)
+        reference_writing.append(batch.layer(layer), k, v)
 
 
 def store(batch: Batch, k: torch.Tensor, v: torch.Tensor, layer: int) -> None:
@@ -160,7 +162,7 @@ def store(batch: Batch, k: torch.Tensor, v: torch.Tensor, layer: int) -> None:
     if _on_kernels(k):
         batch.store(k, v, layer)
     else:
-        torch_op.call_store(batch.layer(layer), k, v, batch.starts, max(batch.new, default=0))
+        reference_writing.store(batch.layer(layer), k, v, batch.starts)
 
 
 def decode(
@@ -173,10 +175,12 @@ def decode(
     window: int = 0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`Batch.decode`, on a CPU by the reference."""
+    """`Batch.decode`, on a CPU in float32."""
     if _on_kernels(q):
         return batch.decode(q, layer, scale=scale, softcap=softcap, window=window, sinks=sinks)
-    return torch_op.call_decode(q, batch._view(layer), scale, softcap, window, sinks)[0]
+    if cpu.asked_for_oracle():
+        return torch_op.call_decode(q, batch._view(layer), scale, softcap, window, sinks)[0]
+    return cpu_attention.decode(q, batch._view(layer), Options(scale, softcap, window, sinks))
 
 
 def prefill(
@@ -191,8 +195,10 @@ def prefill(
     window: int = 0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`Batch.prefill` with the new tokens as they are, on a CPU by the reference."""
+    """`Batch.prefill` with the new tokens as they are, on a CPU in float32."""
     if _on_kernels(q):
         return batch.prefill(q, layer, k=k, v=v, scale=scale, softcap=softcap, window=window, sinks=sinks)
     most, options = max(batch.new, default=0), (scale, softcap, window, sinks)
+    if not cpu.asked_for_oracle():
+        return cpu_attention.prefill(q, batch._view(layer), batch.starts.tolist(), k, v, Options(*options))
     return torch_op.call_prefill(q, batch._view(layer), batch.starts, most, k, v, *options)[0]

@@ -146,6 +146,9 @@ class Decoder(nn.Module):
             tokens: integers [T], or embeddings float16 or bfloat16 [T, hidden]. positions: integers [T].
             batch: of `KVCache.extend`; each layer stores its keys and values in it.
         """
+        if torch.is_autocast_enabled(tokens.device.type):  # the model has its dtype, and kernels know no other
+            with torch.autocast(tokens.device.type, enabled=False):
+                return self(tokens, positions, batch)
         h = tokens.clone() if tokens.is_floating_point() else self.embed_tokens(tokens)  # layers write to it
         angles = [rotary(positions) for rotary in self.rotaries]
         delta, post = None, None

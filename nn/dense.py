@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.nn import cpu
 from torch import nn
 
 
@@ -39,7 +40,9 @@ class Dense(nn.Module):
 
     def product(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """[..., N] of x, float [..., K], in out_dtype or x's dtype: all parts side by side."""
-        return nn.functional.linear(x, self.weight, self.bias)
+        if x.is_cuda or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+            return nn.functional.linear(x, self.weight, self.bias)
+        return cpu.linear(x, self.weight, self.bias)
 
     def forward(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         return self.product(x)

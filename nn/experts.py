@@ -39,7 +39,9 @@ class GroupedLinear(PackedModule):
 
         See `ops.w4a16.grouped_gemm`.
         """
-        return products.grouped_gemm(x, self.packed, offsets, out_dtype)
+        x = products.autocast(x)
+        found = self.on_cpu(x, out_dtype, offsets)
+        return products.grouped_gemm(x, self.packed, offsets, out_dtype) if found is None else found
 
 
 class Experts(nn.Module):
@@ -143,6 +145,10 @@ class Experts(nn.Module):
         Args:
             x: float16 or bfloat16 [T, hidden]. expert_ids: integers [T, top_k]. gates: float [T, top_k].
         """
+        x, kind = products.autocast(x), x.device.type
+        if torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
+                return self(x, expert_ids, gates)
         routing = moe.sort_by_expert(expert_ids, len(self))
         rows = moe.gather(products.quantize(x, self.gate_up_proj.packed), routing)
         return moe.combine(self.of_sorted(rows, routing.offsets, x.dtype), routing, gates)

@@ -18,8 +18,9 @@ from torch import nn
 class Linear(PackedModule):
     """y = x w^T + bias, x float16 or bfloat16 [..., in_features], w in 4-bit codes.
 
-    On a GPU forward is the operator's `gemm`, one opaque node for torch.compile and torch.export; on a CPU its
-    reference. There is no gradient.
+    On a GPU forward is the operator's `gemm`, one opaque node for torch.compile and torch.export. On a CPU torch
+    multiplies the dequantized weight (`nn.cpu`). Under `torch.autocast` x is cast as for `torch.nn.functional.linear`.
+    There is no gradient.
 
     Args:
         packed: a PackedWeight of w4a16, w4a8, w4a8.fp8 or w4ax; its tensors become the module's buffers.
@@ -147,7 +148,9 @@ class Linear(PackedModule):
 
     def forward(self, x: products.Activations, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """y [..., out_features]; `out_dtype` is that of y where x was quantized before, float16 unless given."""
-        return products.gemm(x, self.packed, out_dtype)
+        x = products.autocast(x)
+        found = self.on_cpu(x, out_dtype)
+        return products.gemm(x, self.packed, out_dtype) if found is None else found
 
 
 def _unit(family: str, group_size: int) -> Any:

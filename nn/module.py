@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import count
 from typing import Any
 
 import torch
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.nn import formats
+from terrazzo.nn import cpu, formats, products
 from terrazzo.nn.formats import FAMILIES, VECTORS, Format
-from terrazzo.ops import weights
+from terrazzo.ops import grouped, launching, weights
 from terrazzo.ops.grouped import GroupedWeight
 from torch import nn
 
@@ -37,6 +38,7 @@ class PackedModule(nn.Module):
             self.register_buffer(name, buffers[name])
         self._type, self._plain = type(one), {name: getattr(one, name) for name in formats.plain_fields(self._family)}
         self._kept: tuple[tuple, Any] | None = None
+        self._dense: tuple[Any, tuple, dict] | None = None
 
     # -- what forward reads --------------------------------------------------------------------------------------------
     @property
@@ -60,6 +62,54 @@ class PackedModule(nn.Module):
         self._kept = (tuple(buffers.items()), made)
         return made
 
+    def on_cpu(
+        self, x: products.Activations, out_dtype: torch.dtype | None, offsets: torch.Tensor | None = None
+    ) -> Any:
+        """The product with x by torch's own, where x lies on a CPU and nothing is traced; else None. See `nn.cpu`."""
+        if products.on_kernels(x) or cpu.asked_for_oracle():
+            return None
+        w, float_x = self.packed, isinstance(x, torch.Tensor)
+        products.check_activations(x, w.k)
+        dtype = out_dtype or (x.dtype if float_x else torch.float16)
+        if dtype not in (torch.float16, torch.bfloat16):
+            return None
+        if offsets is not None:
+            return self._experts_on_cpu(x, w, dtype, offsets)
+        rows = x.reshape(-1, w.k) if float_x else x
+        with torch.autocast("cpu", enabled=False):
+            made = products.quantize(rows, w) if float_x else rows
+            y = self._held(w, made, dtype)(made, w.bias, dtype)
+        return y.view(*x.shape[:-1], w.n)
+
+    def _held(self, w: Any, x: Any, dtype: torch.dtype, expert: int = 0) -> cpu.Floats | cpu.Integers:
+        """The dequantized weight, of an expert `w`, for x; made once, until a buffer is written to or moves."""
+        dtype = x.dtype if isinstance(x, torch.Tensor) else dtype
+        whole, kept = self.packed, self._dense
+        state = (dtype, *(launching.writes(t) for t in self._buffers.values() if t is not None))
+        if kept is None or kept[0] is not whole or kept[1] != state:
+            kept = self._dense = (whole, state, {})
+        found = kept[2].get(expert)
+        if found is None:
+            found = kept[2].setdefault(expert, cpu.dense(w, dtype))
+        return found
+
+    def _experts_on_cpu(self, x: Any, w: GroupedWeight, dtype: torch.dtype, offsets: torch.Tensor) -> torch.Tensor:
+        grouped.check_rows(x.shape, w.k)
+        grouped.check_offsets(offsets, len(w), w.device)
+        with torch.autocast("cpu", enabled=False):
+            x = products.quantize(x, w) if isinstance(x, torch.Tensor) else x
+        numbers = count()
+
+        def product(rows: torch.Tensor, one: Any, bias: torch.Tensor | None) -> torch.Tensor:
+            expert = next(numbers)
+            if not len(rows):
+                return torch.zeros(0, w.n, dtype=dtype)
+            part = x[rows] if isinstance(x, torch.Tensor) else x.of_tokens(rows)
+            return self._held(one, part, dtype, expert)(part, bias, dtype)
+
+        with torch.autocast("cpu", enabled=False):
+            return w.reference(product, torch.arange(x.shape[0]), offsets, w.stacked.bias)
+
     def _make(self) -> Any:
         """The weight over the buffers."""
         weight = self._type(**{name: self._buffers[name] for name in self._family.names}, **self._plain)
@@ -82,7 +132,7 @@ class PackedModule(nn.Module):
 
     # -- moving and copying --------------------------------------------------------------------------------------------
     def _apply(self, fn: Any, recurse: bool = True) -> PackedModule:
-        held = dict(self._buffers)
+        held, self._dense = dict(self._buffers), None
         super()._apply(fn, recurse)
         for name, before in held.items():  # .half() and .to(dtype) change no weight
             after = self._buffers[name]
@@ -93,7 +143,7 @@ class PackedModule(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": None}
+        return {**self.__dict__, "_kept": None, "_dense": None}
 
     # -- states --------------------------------------------------------------------------------------------------------
     def _load_from_state_dict(

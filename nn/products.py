@@ -41,7 +41,7 @@ def gemm(x: Activations, w: Any, out_dtype: torch.dtype | None = None) -> torch.
     """
     operator = _operator(w)
     options = {} if isinstance(x, torch.Tensor) else {"out_dtype": out_dtype}
-    if _on_kernels(x):
+    if on_kernels(x):
         return operator.gemm(x, w, **options)
     check_activations(x, w.k)
     call = _torch_op(operator).call
@@ -71,16 +71,16 @@ def quantize(
     if operator is weight_only:
         return x
     if operator is w4ax:
-        if _on_kernels(x):
+        if on_kernels(x):
             return w4ax.quantize_activations(x, w, rms_weight=rms_weight, eps=eps, residual=residual)
         check_activations(x, w.k)
         granularity = "two_level" if w.two_level else "block"
         return import_module("terrazzo.ops.w4ax.torch_op").quantize(x, w, rms_weight, eps, granularity, None, residual)
     if operator is w8a8:
         x = x if rms_weight is None else glue.rms_norm(x, rms_weight, eps)
-        return w8a8.quantize_activations(x, w) if _on_kernels(x) else _torch_op(w8a8).quantize(x, w)
+        return w8a8.quantize_activations(x, w) if on_kernels(x) else _torch_op(w8a8).quantize(x, w)
     facts = dict(smooth=w.smooth, rms_weight=rms_weight, eps=eps)
-    if _on_kernels(x):
+    if on_kernels(x):
         at = "sm_80" if w.target == "sm_80" else None
         return w4a8.quantize_activations(x, **facts, target=at, codes=w.ACTIVATIONS)
     check_activations(x, w.k)
@@ -93,7 +93,7 @@ def grouped_gemm(
     """y [M, N] of rows x [M, K] sorted by expert; see the operator's `grouped_gemm`."""
     operator = _operator(w.stacked)
     options = {} if isinstance(x, torch.Tensor) else {"out_dtype": out_dtype}
-    if _on_kernels(x):
+    if on_kernels(x):
         return operator.grouped_gemm(x, w, offsets, **options)
     check_activations(x, w.k)
     call = _torch_op(operator).call_grouped
@@ -101,6 +101,13 @@ def grouped_gemm(
         return call(x, w, offsets, None, "auto")
     rest = () if operator is w4ax else ("auto",)
     return call(x, w, offsets, None, out_dtype, *rest)
+
+
+def autocast(x: Activations) -> Activations:
+    """x in the dtype that `torch.autocast` asks for around this call, as `torch.nn.functional.linear` takes it."""
+    if not isinstance(x, torch.Tensor) or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type)) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
 def in_rows(x: torch.Tensor) -> bool:
@@ -177,7 +184,7 @@ def _held(x: Activations) -> torch.Tensor:
     return held
 
 
-def _on_kernels(x: Activations) -> bool:
+def on_kernels(x: Activations) -> bool:
     """Whether the operator itself is called: on a GPU, and where the call is traced."""
     return torch.compiler.is_compiling() or _held(x).is_cuda or type(_held(x)) is not torch.Tensor
 

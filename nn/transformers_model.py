@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from terrazzo.lowering import graphs
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn import claims, foreign
@@ -43,6 +44,8 @@ WHERE = "save_directory"
 """What save_pretrained names its folder by."""
 REFUSED = ("output_hidden_states", "output_attentions", "output_router_logits")
 """What transformers' models return on demand, and these do not keep."""
+_HOOKS = ("_hf_hook", "_old_forward")
+"""What accelerate sets on a model that it offloads or spreads over devices."""
 SINGLE = {"num_beams": 1, "assistant_model": None, "prompt_lookup_num_tokens": None, "assistant_early_exit": None}
 """Options of generation and their one value that is served: others take tokens of a sequence back."""
 VARYING_ROTARY = ("dynamic", "longrope")
@@ -323,6 +326,38 @@ class Causal:
                 model_kwargs[name] = TerrazzoCache(self.new_cache(rows, max_cache_length + 1), rows, whole=True)
         return made
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        made = fn(torch.empty(0, dtype=torch.float16)).dtype
+        if made not in (torch.float16, torch.bfloat16):
+            seen, constraint = (
+                str(made).removeprefix("torch."),
+                "must be float16 or bfloat16, which packed layers multiply",
+            )
+            raise ArgumentError("dtype", seen, constraint, "cast what the model gives, or load the float model")
+        return super()._apply(fn, recurse)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _HOOKS:
+            constraint = "would keep weights elsewhere, and kernels read them where they are"
+            raise ArgumentError(
+                "model", "accelerate's hooks", constraint, "load the model on one device: device='cuda:0'"
+            )
+        super().__setattr__(name, value)
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """The embedding, whose number of tokens is fixed.
+
+        Raises:
+            ArgumentError: another number of tokens than the model has.
+        """
+        have = len(self.model.embed_tokens.weight)
+        if new_num_tokens not in (None, have):
+            constraint = f"must be {have}: the head and its table are packed for so many tokens"
+            raise ArgumentError(
+                "new_num_tokens", new_num_tokens, constraint, "resize the float model, then quantize it"
+            )
+        return self.model.embed_tokens
+
     def save_pretrained(self, save_directory: str | Path, max_shard_size: str = "5GB", **kwargs: Any) -> None:
         """Write packed weights as they are, config and generation config: a folder that `terrazzo.load` reads.
 
@@ -477,7 +512,18 @@ def write_configs(
 @cache
 def class_of(base: type) -> type:
     """A transformers class with what `Causal` adds."""
-    return type(f"Terrazzo{base.__name__}", (Causal, base), {})
+    return type(f"{_PREFIX}{base.__name__}", (Causal, base), {"__module__": __name__})
+
+
+_PREFIX = "Terrazzo"
+
+
+def __getattr__(name: str) -> Any:
+    """`class_of` by the name of a class, as pickles ask for it."""
+    base = getattr(transformers, name.removeprefix(_PREFIX), None) if name.startswith(_PREFIX) else None
+    if not isinstance(base, type):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return class_of(base)
 
 
 def skeleton(config: Any) -> Any:

@@ -110,6 +110,15 @@ def environment_of_child_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def oracle():
+    """Modules on a CPU compute what the operators' references define, in float64, and not by torch's products."""
+    from terrazzo.nn import cpu
+
+    with cpu.exactly():
+        yield
+
+
+@pytest.fixture
 def without_records(monkeypatch: pytest.MonkeyPatch):
     """No table of tuned schedules is shipped, none is named; plans of a test do not outlive it."""
     from terrazzo.schedules import records

@@ -60,7 +60,7 @@ def act_and_mul(
     )  # fmt: skip
     given = (x, smooth, expert_offsets, activation, layout, alpha, limit, quant, numerics, column_scales)
     if not x.is_cuda or launching.is_traced(x):
-        from terrazzo.ops.activation import torch_op
+        from terrazzo.ops.activation import reference, torch_op
 
-        return torch_op.call(*given)
+        return torch_op.call(*given) if launching.is_traced(x) else row_calls.returned(*reference.act_and_mul(*given))
     return row_calls.returned(*op.run(*given, target))

@@ -102,5 +102,5 @@ def _call(*given: Any, target: str | None) -> Any:
     if not x.is_cuda or traced:
         from terrazzo.ops.norm import torch_op
 
-        return torch_op.call(*given)
+        return torch_op.call(*given) if traced else torch_op.on_cpu(*given)
     return row_calls.returned(*op.run(*given, target))

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from terrazzo.ops import quantized, row_calls
+from terrazzo.ops.norm import reference
 
 Made = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """y, codes, scales, row sums; what is not there has no elements. Not a list: operators that write to an operand return
@@ -26,8 +27,16 @@ def call(
     return row_calls.returned(y if quant is None or also_plain else None, codes)
 
 
+def on_cpu(x: torch.Tensor, residual: torch.Tensor | None, *rest: Any) -> Any:
+    """The same at once, without the dispatcher."""
+    y, codes, h = reference.rms_norm(x, residual, *rest)
+    if residual is not None:
+        residual.copy_(h)
+    return row_calls.returned(y, codes)
+
+
 def _run(x: torch.Tensor, residual: torch.Tensor | None, *vectors_and_options: Any) -> Made:
-    from terrazzo.ops.norm import op, reference
+    from terrazzo.ops.norm import op
 
     *vectors, style, quant, numerics, also_plain, column_scales = vectors_and_options
     given = (*vectors, style, quant or None, numerics, also_plain, column_scales)

@@ -61,7 +61,9 @@ def apply_rope(
     )  # fmt: skip
     tensors, sizes = (qkv, cos, sin, positions, q_weight, k_weight), (heads, kv_heads, head_dim, rotary)
     if not qkv.is_cuda or launching.is_traced(qkv):
-        from terrazzo.ops.rope import torch_op
+        from terrazzo.ops.rope import reference, torch_op
 
+        if not launching.is_traced(qkv):
+            return reference.apply_rope(*tensors, *sizes, layout, norm, eps, numerics)
         return torch_op.apply_rope(*tensors, *sizes, layout, norm, eps, numerics)
     return op.run(*tensors, *sizes, layout, norm, eps, numerics, target)

@@ -59,7 +59,7 @@ def w4a8_quantize(
     if not x.is_cuda:
         activations.check_dtype(x)
         activations.check_vectors(smooth, rms_weight, x.shape[-1], x.device)
-        q, scales, sums = reference.quantize_activations(x.flatten(0, -2), smooth, rms_weight, eps)
+        q, scales, sums = reference.quantize_activations(x.reshape(-1, x.shape[-1]), smooth, rms_weight, eps)
         return torch.nn.functional.pad(q, (0, padded(x.shape[-1]) - x.shape[-1])), scales, sums
     made = activations.run(x, smooth, rms_weight, eps, None, target or None)
     return made.q, made.scales, made.row_sums
@@ -82,7 +82,7 @@ def w4a8_fp8_quantize(
     if not x.is_cuda:
         activations.check_dtype(x)
         activations.check_vectors(smooth, rms_weight, x.shape[-1], x.device)
-        q, scales = fp8_reference.quantize_activations(x.flatten(0, -2), smooth, rms_weight, eps)
+        q, scales = fp8_reference.quantize_activations(x.reshape(-1, x.shape[-1]), smooth, rms_weight, eps)
         rest = q.new_zeros(len(q), padded(x.shape[-1]) - x.shape[-1])
         return torch.cat([q, rest], dim=1), scales
     made = activations.run(x, smooth, rms_weight, eps, None, target or None, "e4m3")

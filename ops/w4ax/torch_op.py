@@ -62,10 +62,10 @@ def _quantized(x: torch.Tensor, residual: torch.Tensor | None, activation: str, 
     if x.is_cuda:
         made = activations.run(x, w, rms_weight, eps, granularity, static, residual, activation or None)
         return made.q4, made.q8, made.scales
-    rows = x.flatten(0, -2)
+    rows = x.reshape(-1, x.shape[-1])
     if residual is not None:
         residual.add_(x)
-        rows = residual.flatten(0, -2)
+        rows = residual.reshape(-1, residual.shape[-1])
     elif activation:
         gate, up = (half.double() for half in rows.chunk(2, dim=-1))
         rows = gates.gated(gate, up, activation, 0.0, None, None).to(x.dtype)

@@ -12,6 +12,8 @@ from terrazzo.nn.generation import Sampling
 from terrazzo.ops import moe, w4a8, w4a16, w4ax
 from terrazzo.ops.grouped import GroupedWeight
 
+pytestmark = pytest.mark.usefixtures("oracle")
+
 ROWS = (72, 40, 64)
 
 

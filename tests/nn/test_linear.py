@@ -14,6 +14,8 @@ from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
 from terrazzo.nn import Format, Linear
 from terrazzo.ops import fp8, mxfp4, w4a8, w4a16, w4ax
 
+pytestmark = pytest.mark.usefixtures("oracle")
+
 every = pytest.mark.parametrize("name", PACKED)
 
 

@@ -40,8 +40,7 @@ def together(run) -> list:
     return [found[number] for number in range(THREADS)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("quantize", ["w4a16-g64", "w4a8-g64"])
+@pytest.mark.parametrize("quantize", [pytest.param("w4a16-g64", marks=pytest.mark.slow), "w4a8-g64"])
 def test_what_threads_generate_is_what_each_call_gives_alone(tmp_path, quantize):
     folder, tokenizer = write_folder(tmp_path), byte_tokenizer()
     make = lambda: load(folder, device="cpu", quantize=quantize, kv="int8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,59 @@ from terrazzo.ops.formats.kv import TILE_TOKENS
 if TYPE_CHECKING:
     import torch
     from terrazzo.ops.attention.cache.layout import CacheLayout
+
+
+@lru_cache(maxsize=64)
+def stored_places(layout: CacheLayout) -> tuple[QuantizedBlock, QuantizedBlock]:
+    """Of keys and of values: the field of a block's words, counted in fields of its own width, where each code and
+    parameter lies. `layout.unpack` tells: it is asked for words whose fields hold their own numbers, part by part."""
+    import torch
+
+    def asked(bits: int) -> list:
+        number, found = torch.arange(layout.block_words * 32 // bits), []
+        for part in range(0, len(number).bit_length(), bits):
+            fields = number >> part & (1 << bits) - 1
+            units = fields.view(-1, max(8 // bits, 1)) << torch.arange(0, max(bits, 8), bits)
+            words = units.sum(1).to(torch.int32 if bits == 16 else torch.uint8)
+            words = words.to(torch.int16) if bits == 16 else words
+            found.append((part, layout.unpack(words.view(torch.int32)[None])))
+        return found
+
+    def joined(parts: list, role: int, name: str) -> torch.Tensor | None:
+        values = [(part, getattr(made[role], name)) for part, made in parts]
+        if values[0][1] is None:
+            return None
+        wide = lambda x: (x.view(torch.int16) if x.is_floating_point() else x).long() & 0xFFFF
+        return sum(wide(x) << part for part, x in values)
+
+    forms, shared = (layout.k, layout.v), asked(16)
+    codes = [joined(asked(form.bits), role, "codes") for role, form in enumerate(forms)]
+    return tuple(
+        QuantizedBlock(c, *(joined(shared, role, n) for n in ("scale", "zero"))) for role, c in enumerate(codes)
+    )
+
+
+def unpacked(layout: CacheLayout, words: torch.Tensor) -> list[QuantizedBlock]:
+    """`layout.unpack` of words int32 [..., blocks, block_words], by places that are known."""
+    import torch
+
+    found = []
+    for form, places in zip((layout.k, layout.v), stored_places(layout)):
+        bits, at = form.bits, places.codes.flatten()
+        per = 32 // bits
+        codes = words[..., at // per] >> (at % per * bits).int() & (1 << bits) - 1
+        codes = codes.unflatten(-1, places.codes.shape).flatten(-3, -2)
+        halves = words.contiguous().view(torch.float16)
+        made = [
+            None if p is None else halves[..., p.flatten()].unflatten(-1, p.shape).flatten(-p.dim() - 1, -p.dim())
+            for p in (places.scale, places.zero)
+        ]
+        found.append(QuantizedBlock(codes.to(torch.int16 if bits == 16 else torch.uint8), *made))
+    return found
+
+
+spare_layout = lru_cache(maxsize=64)(residual_layout)
+"""`residual_layout`, whose maps are derived once for all steps."""
 
 
 def store(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor) -> None:
@@ -37,17 +91,18 @@ def store(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, starts: torch.Te
         held, packed = (cache.layout.packed(n, ring) for n in (begin, length))
         new = [x.float().clamp(-F16_MAX, F16_MAX).half() for x in new]
         waiting = _Ring(cache, b)
-        if held < begin:
-            old = waiting.read(held, begin)
-            new = [torch.cat(pair, dim=1) for pair in zip(old, new)]
+        first_new = begin
         if held < packed:
+            if held < begin:
+                old = waiting.read(held, begin)
+                new, first_new = [torch.cat(pair, dim=1) for pair in zip(old, new)], held
             _write(cache, b, held, packed, [x[:, : packed - held] for x in new])
             if held == 0 and cache.layout.sink_tokens:
                 waiting.write_sink([x[:, : cache.layout.sink_tokens] for x in new])
         reach = packed if cache.layout.k.group else ((length - 1) // TILE_TOKENS - ring // TILE_TOKENS) * TILE_TOKENS
         begin = max(begin, reach)  # what a truncation may want back
         if begin < length:
-            waiting.write(begin, length, [x[:, begin - held :] for x in new])
+            waiting.write(begin, length, [x[:, begin - first_new :] for x in new])
 
 
 def _write(cache: PackedCache, b: int, begin: int, end: int, new: list[torch.Tensor]) -> None:
@@ -69,6 +124,13 @@ def _merged(
     layout: CacheLayout, words: torch.Tensor, low: int, high: int, new: list[torch.Tensor], static: tuple = (None, None)
 ) -> torch.Tensor:
     """words [Hkv, block_words] with tokens low..high of the block replaced."""
+    import torch
+
+    if layout.k.bits == layout.v.bits == 16:
+        made = words.clone(memory_format=torch.contiguous_format)
+        for x, fmt, places in zip(new, (layout.k, layout.v), stored_places(layout)):
+            made.view(torch.int16)[:, places.codes[low:high].flatten()] = encode(x, fmt).codes.flatten(1)
+        return made
     held = layout.unpack(words[:, None])
     made = []
     for old, x, fmt, scales in zip(held, new, (layout.k, layout.v), static):
@@ -91,7 +153,7 @@ class _Ring:
 
     def __init__(self, cache: PackedCache, b: int) -> None:
         slot = b if cache.slots is None else int(cache.slots[b])
-        self.layout = residual_layout(cache.layout)
+        self.layout = spare_layout(cache.layout)
         whole = cache.residual[slot].view(cache.kv_heads, -1, self.layout.tile_words)
         self.tiles = whole[:, : cache.residual_tokens // TILE_TOKENS + 1]
         self.sink = whole[:, self.tiles.shape[1] :]
@@ -110,7 +172,7 @@ class _Ring:
 
         parts = []
         for tile, low, high in self._spans(begin, end):
-            held = self.layout.unpack(self.tiles[:, tile : tile + 1])
+            held = unpacked(self.layout, self.tiles[:, tile : tile + 1])
             parts.append([q.codes[:, low:high].view(torch.float16) for q in held])
         return [torch.cat(part, dim=1) for part in zip(*parts)]
 

@@ -1,0 +1,122 @@
+"""Products of packed weights on a CPU, by torch's own: each weight is dequantized once, at the first call.
+
+What a CPU computes is a reference: it multiplies what kernels multiply. Weights that 16 bits hold exactly stay in 16
+bits, others in 32. Sums have 32 bits at least and are rounded once. Activations are quantized where kernels quantize
+them: int8 codes are multiplied as integers, in the blocks that have scales of their own, and e4m3 ones as float32.
+`exactly` gives the operators' oracle, of float64, in its place.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from terrazzo.ops.quantized import padded
+from terrazzo.ops.w4a8.format import PackedWeight as W4A8
+from terrazzo.ops.w4a8.w8a8.format import PackedWeight as W8A8
+from terrazzo.ops.w4ax.fmpq import BLOCK
+from terrazzo.ops.w4ax.format import PackedWeight as W4Ax
+from terrazzo.ops.weight_only.packed import WeightOnly
+from torch.nn import functional
+
+FEW = 4
+"""Rows for which float16 products are as fast as those of float32 in torch."""
+_exact = 0
+_told = False
+_lock = threading.Lock()
+
+
+@contextmanager
+def exactly() -> Iterator[None]:
+    """Inside, modules on a CPU run the operators' oracle in every thread: float64, slow, nothing kept."""
+    global _exact
+    _exact += 1
+    try:
+        yield
+    finally:
+        _exact -= 1
+
+
+def asked_for_oracle() -> bool:
+    """Whether `exactly` is around."""
+    return _exact > 0
+
+
+def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """y [..., N] in x's dtype of x [..., K] and w [N, K], which may have another one: float32 sums, rounded once."""
+    rows = x.numel() // max(x.shape[-1], 1)
+    native = x.dtype == w.dtype and bias is None
+    if native and (rows <= FEW or (x.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())):
+        return functional.linear(x, w)
+    y = functional.linear(x.float(), w.float())
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+class Floats:
+    """A weight as numbers [N, K], for activations that are not quantized, or to e4m3.
+
+    Args:
+        w: packed weight. dtype: of activations.
+    """
+
+    def __init__(self, w: Any, dtype: torch.dtype) -> None:
+        if isinstance(w, WeightOnly):
+            numerics = w.format.choose_numerics(w.scale_dtype, str(dtype)[6:], False)
+            exact = w.dequantize(numerics, dtype)
+            self.weight = exact.to(dtype)
+            if torch.equal(self.weight.double(), exact):
+                return
+        else:
+            exact = w.dequantize()
+        self.weight = exact.float()
+
+    def __call__(self, x: Any, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        if isinstance(x, torch.Tensor):
+            return linear(x, self.weight, bias)
+        y = functional.linear(x.dequantize(), self.weight)
+        return (y if bias is None else y + bias.float()).to(dtype)
+
+
+class Integers:
+    """A weight as int8 codes, in blocks of input channels with a scale for each row, for int8 activations."""
+
+    def __init__(self, w: W4A8 | W8A8 | W4Ax, dtype: torch.dtype) -> None:
+        held = w.unpack()
+        if isinstance(w, W4Ax):
+            self.codes, self.scales = held.codes.split(BLOCK, 1), held.scales.double().unbind(1)
+        else:
+            codes = held.bytes() if isinstance(w, W4A8) else held.codes
+            self.codes = [functional.pad(codes, (0, padded(w.k) - w.k))]
+            self.scales = [w.channel_scales[: w.n].double() if isinstance(w, W4A8) else held.scales.double()]
+        self.codes = [each.to(torch.int8).contiguous() for each in self.codes]
+        self.sums = self.codes[0].sum(1, dtype=torch.int64).double() if isinstance(w, W8A8) else None
+
+    def __call__(self, x: Any, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        if len(self.codes) == 1 and hasattr(x, "q"):
+            parts, scales = [x.q], [x.scales]
+        else:
+            parts, scales = x.codes().split(BLOCK, 1), x.token_scales().unbind(1)
+        y = 0
+        for q, of_token, codes, of_feature in zip(parts, scales, self.codes, self.scales):
+            sums = torch._int_mm(q.contiguous(), codes.t()).double()
+            if getattr(x, "zeros", None) is not None:
+                sums -= x.zeros.double()[:, None] * self.sums
+            y += sums * of_feature * of_token.double()[:, None]
+        return (y if bias is None else y + bias.double()).to(dtype)
+
+
+def dense(w: Any, dtype: torch.dtype) -> Floats | Integers:
+    """What multiplies activations of this dtype by a packed weight from now on."""
+    global _told
+    integers = isinstance(w, W4A8 | W4Ax) or (isinstance(w, W8A8) and w.codes == "int8")
+    with _lock:  # one thread tells, and one at a time needs the memory
+        if not _told:
+            _told = True
+            said = "a CPU multiplies packed layers by torch, from a dequantized copy of each"
+            warnings.warn(f"{said}: a reference for results, not for speed", RuntimeWarning, stacklevel=2)
+        with torch.inference_mode(False), torch.no_grad():
+            return (Integers if integers else Floats)(w, dtype)
