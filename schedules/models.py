@@ -147,7 +147,10 @@ def layer_counts(config: Mapping[str, Any]) -> tuple[int, int]:
         return depth, 0
     steps = [config.get(name) or 1 for name in ("decoder_sparse_step", "moe_layer_freq")]
     step = max([it for it in steps if type(it) is int], default=1)
-    dense = config.get("mlp_only_layers") or ()
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        constraint = "must be a list of layers in config.json"
+        raise ArgumentError("mlp_only_layers", dense, constraint, "correct it, or download it again")
     return depth, sum(at >= first and at not in dense and (at + 1) % step == 0 for at in range(depth))
 
 

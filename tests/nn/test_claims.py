@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 import mutation  # noqa: E402
 import terrazzo  # noqa: E402
 from terrazzo.lowering.errors import ArgumentError  # noqa: E402
+from terrazzo.nn import architectures, loading, transformers_model  # noqa: E402
 from terrazzo.nn.quantizing import quantize_folder  # noqa: E402
 from terrazzo.ops import model_requests  # noqa: E402
 from tiny_text import write_folder  # noqa: E402
@@ -106,3 +107,43 @@ def test_damaged_configs_are_refused_or_make_a_model(tiny, folder, tries):
         file.write_bytes(mutation.text(mutation.value(good, random), random))
         mutation.survives(lambda: texts.append(written()))
     assert len(texts) > 5 and texts.count(usual) > len(texts) / 2
+
+
+SMALL = dict(
+    hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+    head_dim=64, vocab_size=300,
+)  # fmt: skip
+SPARSE = dict(num_experts_per_tok=2, num_local_experts=4, num_experts=4)
+
+
+def test_damaged_configs_of_every_architecture_are_refused_or_obeyed(tmp_path, tries):
+    """Both with transformers, up to the model on meta, and alone, as `terrazzo compile` reads them."""
+    good = {}
+    for kind in architectures.MODELS:
+        facts = SPARSE if kind in ("mixtral", "qwen3_moe", "gpt_oss") else {}
+        good[kind] = json.loads(
+            transformers.AutoConfig.for_model(kind, **SMALL, **facts).to_json_string(use_diff=False)
+        )
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "rope_theta": 1e4}
+    good["yarn"] = good["llama"] | {"rope_parameters": yarn}
+
+    def built():
+        config = loading.read_config(tmp_path, None)[1]
+        shape, made = architectures.shape_of(config), transformers_model.skeleton(config)
+        taken.append((len(made.model.layers), len(transformers_model.rotaries_of(made, shape)), shape.layers))
+
+    taken, alone = [], []
+    for random in tries(60):
+        damaged = mutation.value(good[random.choice(sorted(good))], random)
+        (tmp_path / "config.json").write_bytes(mutation.text(damaged, random))
+        mutation.survives(built)
+        mutation.survives(lambda: alone.append(model_requests.of_folder(tmp_path, model_requests.Weights())))
+    assert len(taken) > 5 and all(layers == stated for layers, _, stated in taken) and len(alone) > 5
+
+
+def test_layers_without_experts_are_a_list(tmp_path):
+    for value in (5, "x", {"a": 1}):
+        config = SMALL | SPARSE | {"model_type": "qwen3_moe", "mlp_only_layers": value}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ArgumentError, match="mlp_only_layers"):
+            model_requests.of_folder(tmp_path, model_requests.Weights())
