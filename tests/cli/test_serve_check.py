@@ -124,6 +124,9 @@ def test_a_packed_folder_is_compiled_and_for_vllm_refused_with_what_to_do(capsys
     code, out, _ = run(capsys, *arguments, "--m", "1,16", "--kv", "int4", "--json")
     wanted = kernel_requests(model, [1, 16], kv=("int4_hadamard", "int4"), target="sm_90a")
     assert code == 0 and json.loads(out)["total"] == len(wanted)
+    code, out, _ = run(capsys, *arguments, "--m", "1,16", "--tensor-parallel", "2", "--json")
+    share = terrazzo.load(folder, device="cpu", tensor_parallel=(0, 2))
+    assert code == 0 and json.loads(out)["total"] == len(kernel_requests(share, [1, 16], target="sm_90a"))
     code, _, err = run(capsys, *arguments, "--numerics", "post")
     assert code == 2 and "--numerics" in err and "packed by Terrazzo" in err
     code, _, err = run(capsys, "serve-check", str(folder))

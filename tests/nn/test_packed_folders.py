@@ -162,3 +162,22 @@ def test_pairs_of_formats_are_taken_as_the_command_takes_them(folders):
     source = folders[0] / "float"
     for kv, formats in [("int8/int4", ("int8", "int4")), ("int4", ("int4_hadamard", "int4")), ("int8", ("int8",) * 2)]:
         assert terrazzo.load(source, kv=kv, device="cpu").model.formats == formats
+
+
+def test_float_layers_of_a_quantized_folder_are_quantized(folders, tmp_path):
+    """One projection is float beside 4-bit ones: `quantize` is for that one."""
+    from terrazzo.nn import Dense, Linear
+
+    from tests.integrations.test_transformers import write_awq
+
+    folder, name = write_awq(tmp_path / "awq"), "model.layers.0.self_attn.o_proj"
+    state = load_file(folder / "model.safetensors")
+    state = {key: t for key, t in state.items() if not key.startswith(name)}
+    save_file({**state, f"{name}.weight": torch.eye(128).half()}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = ["o_proj"]
+    (folder / "config.json").write_text(json.dumps(config))
+    kept, made = (terrazzo.load(folder, quantize=form, device="cpu") for form in (None, "w4a16-g128"))
+    at = lambda model: model.decoder.layers[0].self_attn
+    assert type(at(kept).o_proj) is Dense and type(at(made).o_proj) is Linear
+    assert torch.equal(at(kept).qkv_proj.packed.words, at(made).qkv_proj.packed.words)
