@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.headline import NAMES
-from benchmarks.readme import LINEAR
+from benchmarks.report import LINEAR
 
 INK, GRID = "#22303C", "#DADFE3"
 OURS, RIVALS = "#A83E26", ("#3F77A8", "#BF8336", "#4E9160", "#9C5E8C", "#6A7783", "#1F9AA0", "#C2A500", "#7A5236")

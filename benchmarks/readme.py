@@ -19,8 +19,6 @@ from pathlib import Path
 from benchmarks import choice, gpu_tests, headline, kv_choice, report, shared_records, tables
 
 ROOT = Path(__file__).parents[1]
-LINEAR = {"w4a16": "W4A16", "w4a8": "W4A8", "w4afp8": "W4A8 on e4m3", "w4ax": "W4Ax"}
-"""Result files of linear layers -> heading, in the order of docs/results.md."""
 LAYERS = {
     "layer_kernels_*.json": "Kernels between products",
     "grouped_*.json": "Experts",
@@ -62,7 +60,7 @@ def operators() -> str:
 def figures() -> str:
     """One table for each result file, with the plot that belongs to it."""
     parts = []
-    for op, heading in LINEAR.items():
+    for op, heading in report.LINEAR.items():
         found = []
         for path in report.files(op):
             result = report.load(path)

@@ -35,6 +35,8 @@ COPY_LARGEST_M = 4
 OVERHEAD_GOAL_US = 15.0
 TITLES = {"w4a16": "W4A16", "w4a8": "W4A8", "w4a8_fp8": "W4A8 on e4m3", "w4ax": "W4Ax"}
 """Operator -> what the summary calls it."""
+LINEAR = {"w4a16": "W4A16", "w4a8": "W4A8", "w4afp8": "W4A8 on e4m3", "w4ax": "W4Ax"}
+"""Result files of linear layers -> heading, in the order of docs/results.md."""
 FIELDS = ("gpu", "sms", "driver", "cuda", "torch", "tilelang", "terrazzo", "commit", "date", "copy_gb_s", "rows")
 ROW_FIELDS = ("op", "format", "dtype", "group", "m", "n", "k", "model", "us", "spread", "bytes", "peers", "schedule")
 
