@@ -92,7 +92,7 @@ bench: $(VENV)/.test
 gpu: $(VENV)/.test
 	$(BIN)/python -m benchmarks.host $(ARGS)
 
-# The tests of the fixture `tries`, outside of CI: half an hour on two cores.
+# The tests of the fixture `tries`, outside of CI.
 attack: SEED := $(SEED)
 attack: $(VENV)/.test
 	@echo "Tries of seed $(SEED): make attack SEED=$(SEED) TIMES=$(TIMES) runs them again."
