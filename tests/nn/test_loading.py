@@ -103,6 +103,18 @@ def test_a_float_model_is_loaded_in_16_bits():
     assert got.dtype == torch.bfloat16 and (got.float() - exact).norm() < 0.03 * exact.norm()
 
 
+@pytest.mark.parametrize("stated", [None, "float16", torch.float16, torch.float32, torch.bfloat16])
+def test_gemma_is_bfloat16_whatever_its_config_says(stated):
+    from terrazzo.nn.loading import dtype_of
+
+    config = transformers.Gemma3TextConfig(**SIZES)
+    config.dtype = stated
+    assert dtype_of(config, None) == torch.bfloat16
+    with pytest.raises(ArgumentError, match="^dtype = 'float16'.*65504.*gemma3_text.*pass torch.bfloat16"):
+        dtype_of(config, torch.float16)
+    assert dtype_of(transformers.LlamaConfig(**SIZES), None) == torch.float16
+
+
 @pytest.mark.parametrize(
     ("form", "name"), [("w4a8", "qwen3"), ("w4a8-e4m3", "qwen3"), ("w4ax", "qwen3"), ("w4ax", "mixtral")]
 )
