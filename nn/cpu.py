@@ -2,7 +2,7 @@
 
 What a CPU computes is a reference: it multiplies what kernels multiply. Weights that 16 bits hold exactly stay in 16
 bits, others in 32. Sums have 32 bits at least and are rounded once. Activations are quantized where kernels quantize
-them: int8 codes are multiplied as integers, in the blocks that have scales of their own, and e4m3 ones as float32.
+them: int8 codes with one scale for a token are multiplied as integers, all others as float32.
 `exactly` gives the operators' oracle, of float64, in its place.
 """
 
@@ -57,7 +57,7 @@ def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -
 
 
 class Floats:
-    """A weight as numbers [N, K], for activations that are not quantized, or to e4m3.
+    """A weight as numbers [N, K], for activations that are not quantized, or to e4m3, or to blocks of 4 and 8 bits.
 
     Args:
         w: packed weight. dtype: of activations.
@@ -70,6 +70,9 @@ class Floats:
             self.weight = exact.to(dtype)
             if torch.equal(self.weight.double(), exact):
                 return
+        elif isinstance(w, W4Ax):  # in the order of its quantized activations
+            held = w.unpack()
+            exact = held.codes.double() * held.scales.double().repeat_interleave(BLOCK, 1)
         else:
             exact = w.dequantize()
         self.weight = exact.float()
@@ -82,37 +85,27 @@ class Floats:
 
 
 class Integers:
-    """A weight as int8 codes, in blocks of input channels with a scale for each row, for int8 activations."""
+    """A weight as int8 codes with a scale for each row, for int8 activations."""
 
-    def __init__(self, w: W4A8 | W8A8 | W4Ax, dtype: torch.dtype) -> None:
+    def __init__(self, w: W4A8 | W8A8, dtype: torch.dtype) -> None:
         held = w.unpack()
-        if isinstance(w, W4Ax):
-            self.codes, self.scales = held.codes.split(BLOCK, 1), held.scales.double().unbind(1)
-        else:
-            codes = held.bytes() if isinstance(w, W4A8) else held.codes
-            self.codes = [functional.pad(codes, (0, padded(w.k) - w.k))]
-            self.scales = [w.channel_scales[: w.n].double() if isinstance(w, W4A8) else held.scales.double()]
-        self.codes = [each.to(torch.int8).contiguous() for each in self.codes]
-        self.sums = self.codes[0].sum(1, dtype=torch.int64).double() if isinstance(w, W8A8) else None
+        codes = held.bytes() if isinstance(w, W4A8) else held.codes
+        self.codes = functional.pad(codes, (0, padded(w.k) - w.k)).to(torch.int8).contiguous()
+        self.scales = w.channel_scales[: w.n].double() if isinstance(w, W4A8) else held.scales.double()
+        self.sums = self.codes.sum(1, dtype=torch.int64).double() if isinstance(w, W8A8) else None
 
     def __call__(self, x: Any, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        if len(self.codes) == 1 and hasattr(x, "q"):
-            parts, scales = [x.q], [x.scales]
-        else:
-            parts, scales = x.codes().split(BLOCK, 1), x.token_scales().unbind(1)
-        y = 0
-        for q, of_token, codes, of_feature in zip(parts, scales, self.codes, self.scales):
-            sums = torch._int_mm(q.contiguous(), codes.t()).double()
-            if getattr(x, "zeros", None) is not None:
-                sums -= x.zeros.double()[:, None] * self.sums
-            y += sums * of_feature * of_token.double()[:, None]
+        sums = torch._int_mm(x.q.contiguous(), self.codes.t()).double()
+        if getattr(x, "zeros", None) is not None:
+            sums -= x.zeros.double()[:, None] * self.sums
+        y = sums * self.scales * x.scales.double()[:, None]
         return (y if bias is None else y + bias.double()).to(dtype)
 
 
 def dense(w: Any, dtype: torch.dtype) -> Floats | Integers:
     """What multiplies activations of this dtype by a packed weight from now on."""
     global _told
-    integers = isinstance(w, W4A8 | W4Ax) or (isinstance(w, W8A8) and w.codes == "int8")
+    integers = isinstance(w, W4A8) or (isinstance(w, W8A8) and w.codes == "int8")
     with _lock:  # one thread tells, and one at a time needs the memory
         if not _told:
             _told = True

@@ -7,6 +7,7 @@ them whether a sequence's logits were finite.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -76,7 +77,7 @@ class NotFiniteError(TerrazzoError, ArithmeticError):
 
 def finite(logits: torch.Tensor) -> torch.Tensor:
     """bool [B]: whether tokens can be chosen by logits [B, vocabulary], some of which may be -inf."""
-    return logits.amax(-1).isfinite()
+    return logits.amax(-1).abs() < math.inf  # isfinite is two kernels more
 
 
 @dataclass(frozen=True)
@@ -361,7 +362,7 @@ class _Loop:
             if step is None:
                 batch = self.cache.extend(dict.fromkeys(self.sequences, 1), reserve=self.most - 2)
                 step = DecodeStep(self.model, batch)
-            step.tokens.copy_(self.made[at - 1].clamp_min(0))
+            torch.clamp_min(self.made[at - 1], 0, out=step.tokens)
             self.note(step(), at)
             if self.see(at - 1):  # the device is at work on step `at` meanwhile, which is not wanted then
                 count = at
@@ -388,7 +389,7 @@ class _Loop:
         """Choose the tokens of step `at`, and send them to the host."""
         text = None if self.text is None else self.text[:, : self.text.shape[1] - self.most + at]
         chosen = torch.where(finite(logits), self.choose(logits, text), FAILED)
-        self.made[at] = torch.where(self.ended, -1, chosen)
+        self.made[at] = chosen.masked_fill_(self.ended, -1)
         if text is not None:
             self.text[:, text.shape[1]] = chosen.clamp_min(0)
         self.ended |= chosen < 0

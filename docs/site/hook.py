@@ -15,7 +15,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-MORE = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/*", "benchmarks/results/*")
+RESULTS = ("benchmarks/results/*", "benchmarks/results/designs/*")
+MORE = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/*", *RESULTS)
 LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)([^)]*\))")
 PICTURE = re.compile(r"^(!\[[^\]]*\]\()([^)\s]+\.svg)(\))$", re.MULTILINE)
 TITLE = "Mixed-precision operators for LLM inference"
