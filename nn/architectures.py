@@ -159,7 +159,8 @@ class Builder:
         self.root = self._root()
         self.leftovers = None
         if isinstance(source, Published):
-            names, cut = source.names(), source.cut_layers
+            own, cut = source.parts_of(f"{self.root}embed_tokens"), source.cut_layers
+            names = [name for name in source.names() if name not in own]
             self.leftovers = Leftovers(shape.kind, names, self.root, self.head_names, shape.layers, cut)
             self.leftovers.check()
             self._check_head()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -67,11 +67,14 @@ def check_shape(shape: Any) -> None:
         raise ArgumentError("num_experts_per_tok", shape.top_k, constraint, REMEDY)
 
 
-def check_tensors(shape: Any, names: Iterable[str], size_of: Callable[[str], Sequence[int]]) -> None:
+def check_tensors(
+    shape: Any, names: Iterable[str], size_of: Callable[[str], Sequence[int]], packed: Container[str] = ()
+) -> None:
     """Refuse a `Shape` of more layers, other embeddings or another number of experts than there are tensors of.
 
     Args:
-        names: of all tensors. size_of: one's shape, unread.
+        names: of all tensors. size_of: one's shape, unread. packed: names of quantized layers, whose tensors have
+            shapes of their own.
 
     Raises:
         ArgumentError: names the config's field.
@@ -81,6 +84,7 @@ def check_tensors(shape: Any, names: Iterable[str], size_of: Callable[[str], Seq
     root = next((found[1] for found in map(first.fullmatch, names) if found), "model.")
     layer = re.compile(rf"{re.escape(root)}layers\.(\d{{1,9}})\.(.*)", re.DOTALL)
     count, routers, embedding = 0, set(), None
+    names = [name for name in names if name.removesuffix(".weight") not in packed]
     for name in names:
         if found := layer.fullmatch(name):
             count = max(count, int(found[1]) + 1)

@@ -121,7 +121,7 @@ def load(
         facts |= dict(activations=activations, cut_layers=cut_layers)
         made = Published(checkpoint, state, to, found, **facts)
         _check_published(made, form, format, weight_only)
-    claims.check_tensors(shape, made.names(), made.shape_of)
+    claims.check_tensors(shape, made.names(), made.shape_of, made.layers)
     static = tuple(shared_heads(scales, shape.kv_heads, ranks) for scales in _static(made, formats, shape))
     skeleton = model_module.skeleton(config)
     rotaries = [rotary.to(to) for rotary in model_module.rotaries_of(skeleton, shape)]

@@ -97,7 +97,8 @@ def quantize_folder(
     from terrazzo.nn.architectures import Builder, shape_of
 
     shape, errors = shape_of(config), {}
-    claims.check_tensors(shape, checkpoint.names(), lambda name: checkpoint.describe(name)[1])
+    size_of = lambda name: checkpoint.describe(name)[1]
+    claims.check_tensors(shape, checkpoint.names(), size_of, checkpoint.layers())
     skeleton = model_module.skeleton(config)
     rotaries = [rotary.to(to) for rotary in model_module.rotaries_of(skeleton, shape)]
     generation = loading.generation_config(source)

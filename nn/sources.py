@@ -35,7 +35,6 @@ FLOAT_LAYER = re.compile(r".*layers\.\d+\..*(\w_proj|\bw[123])(\.weight)?")
 """Names that weights of products have where they are float; those of FP8 layers have them, too."""
 
 ALIKE = 'export the model again with one setting for these layers, or load its float folder with quantize="w4a16-g128"'
-LEFT_OUT = {"awq": "modules_to_not_convert", "gptq": "a '-:' rule of dynamic", "compressed-tensors": "ignore"}
 """Where a config names what an exporter leaves in 16 bits, by its method."""
 
 Report = Callable[[str, Any, torch.Tensor | None], None]
@@ -49,6 +48,9 @@ class Source:
     Args:
         device: where modules are made. dtype: of activations and vectors.
     """
+
+    layers: Mapping[str, str] = {}
+    """Quantized layers of a published checkpoint, and their convention."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
@@ -145,6 +147,13 @@ class Published(Source):
     def packs(self, name: str) -> bool:
         return name in self.layers
 
+    def parts_of(self, name: str) -> set[str]:
+        """Names of the tensors of a quantized layer that its importer reads; none of a float one."""
+        if name not in self.layers:
+            return set()
+        held, read = self.checkpoint.leaves(name), self.checkpoint.read_leaves(name)
+        return {whole for leaf, whole in held.items() if leaf in read}
+
     def has_float_layers(self) -> bool:
         """Whether a product of a decoder layer has float weights."""
         found = (name.removesuffix(".weight") for name in self.names() if FLOAT_LAYER.fullmatch(name))
@@ -184,17 +193,25 @@ class Published(Source):
         return Dense(cast(weight, self.dtype, name), None if bias is None else cast(bias, self.dtype, name))
 
     def float_of(self, name: str, cut: Cut | None = None) -> torch.Tensor:
-        """One tensor of 16 bits or more, or a part of it: bytes without their scales are not the weight."""
+        """One tensor of 16 bits or more, or a part of it: bytes without their scales are not the weight.
+
+        An embedding or router that the exporter quantized too is dequantized: nothing multiplies by its codes.
+        """
         if (layer := name.removesuffix(".weight")) in self.layers:
-            constraint = "is quantized: embeddings, routers and norms are read in 16 bits or more"
-            where = LEFT_OUT.get(self.checkpoint.config.method, "what the exporter leaves out")
-            remedy = f"export the model again with this layer in {where}, or load the float folder with quantize="
-            raise ArgumentError(layer, self.layers[layer], constraint, f'{remedy}"w4a16-g128"')
+            return self._dequantized(layer)
         found = self.take(name, cut)
         if not found.is_floating_point() or found.element_size() < 2:
             constraint = "must be float of 16, 32 or 64 bits: its scales are not read"
             raise ArgumentError(name, str(found.dtype), constraint, "get the checkpoint in 16 bits, AWQ or GPTQ")
         return found
+
+    def _dequantized(self, layer: str) -> torch.Tensor:
+        """float64 [N, K] of a quantized embedding or router."""
+        part = self._part(layer)
+        if part.bias is not None:
+            remedy = 'load the float folder with quantize="w4a16-g128"'
+            raise ArgumentError(f"{layer}.bias", list(part.bias.shape), "an embedding or router has no bias", remedy)
+        return part.dequantize()
 
     def scales(self, part: str, shape: Any) -> torch.Tensor | None:
         """[layers, 1, 1]: a number of each layer, as engines calibrate fp8 caches."""

@@ -259,19 +259,16 @@ def test_joined_layers_of_unlike_settings_are_each_named_with_theirs(tmp_path, r
     assert "export the model again" in said.value.remedy and "keep these layers apart" not in said.value.remedy
 
 
-def test_a_quantized_embedding_or_router_is_named_and_no_shard_is_asked_for(tmp_path):
-    folder(tmp_path, "pack_asym")
+@pytest.mark.parametrize("kind", QUICK)
+def test_a_quantized_embedding_is_dequantized(tmp_path, kind):
+    """Rounded once to the model's dtype; routers are read in the same way (test_loading_experts.py)."""
+    folder(tmp_path, kind)
     held = load_file(tmp_path / "model.safetensors")
     name = "model.embed_tokens"
-    size = held.pop(f"{name}.weight").shape
-    held |= {
-        f"{name}.weight_packed": torch.zeros(size[0], size[1] // 8, dtype=torch.int32),
-        f"{name}.weight_scale": torch.ones(size[0], size[1] // G).half(), f"{name}.weight_shape": torch.tensor(size),
-    }  # fmt: skip
-    save_file(held, tmp_path / "model.safetensors")
-    with pytest.raises(ArgumentError, match="embeddings, routers and norms are read in 16 bits") as said:
-        load(tmp_path, device="cpu")
-    assert said.value.argument == name and "ignore" in said.value.remedy and "shard" not in str(said.value)
+    tensors, weight = layer(kind, 99, *held.pop(f"{name}.weight").shape)
+    save_file(held | {f"{name}.{leaf}": t for leaf, t in tensors.items()}, tmp_path / "model.safetensors")
+    table = load(tmp_path, device="cpu").decoder.embed_tokens.weight
+    assert table.dtype == torch.float16 and torch.equal(table, weight.half())
 
 
 @pytest.mark.parametrize(
