@@ -110,7 +110,7 @@ def check_connects(address: str | None) -> None:
         return
     command = [sys.executable, "-c", _CONNECT, address or os.environ["RAY_ADDRESS"], *search_path()]
     pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
-    with subprocess.Popen(command, **pipes) as process:
+    with subprocess.Popen(command, bufsize=0, **pipes) as process:  # a buffer would keep what communicate is to read
         try:
             process.stdout.readline()  # Ray is imported
             out, said = process.communicate(timeout=CONNECT_S)

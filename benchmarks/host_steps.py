@@ -102,6 +102,7 @@ STEPS: tuple[Step, ...] = (
     *suite("gpu/test_calls_gpu.py", 60),
     *suite("gpu/test_dlpack_gpu.py", 60),
     *suite("gpu/test_generation_gpu.py", 100),
+    *suite("gpu/test_threads_gpu.py", 210),
     *suite("gpu/test_gpt_oss_gpu.py", 100),
     *suite("gpu/test_reduce_overhead_gpu.py", 100),
     *suite("gpu/test_w4a16_gpu.py", 150, parts={"fuzz": (110, 3)}),

@@ -241,7 +241,7 @@ def check_finite(name: str, value: torch.Tensor, remedy: str, least: float | Non
     """Raise ArgumentError for floats that are no float32, in which quantizers compute, or that are below `least`."""
     import torch
 
-    if not value.numel():
+    if not value.numel() or value.is_meta:
         return
     if dtype_name(value) in (*FLOATS, "float64"):  # one pass: NaN is the smallest and the largest of what holds it
         low, high = torch.stack(value.aminmax()).tolist()

@@ -145,7 +145,7 @@ def test_file_names():
     assert report.file_name("w4a16", "NVIDIA GeForce RTX 4090") == "w4a16_4090.json"
 
 
-@pytest.mark.parametrize("op", readme.LINEAR)
+@pytest.mark.parametrize("op", report.LINEAR)
 def test_every_published_result_is_complete(op):
     assert report.files(op)
     for path in report.files(op):
