@@ -198,20 +198,15 @@ class Published(Source):
         An embedding or router that the exporter quantized too is dequantized: nothing multiplies by its codes.
         """
         if (layer := name.removesuffix(".weight")) in self.layers:
-            return self._dequantized(layer)
+            if (part := self._part(layer)).bias is None:
+                return part.dequantize()
+            constraint, remedy = "must have no bias, as no embedding or router has", "get the checkpoint again"
+            raise ArgumentError(f"{layer}.bias", list(part.bias.shape), constraint, remedy)
         found = self.take(name, cut)
         if not found.is_floating_point() or found.element_size() < 2:
             constraint = "must be float of 16, 32 or 64 bits: its scales are not read"
             raise ArgumentError(name, str(found.dtype), constraint, "get the checkpoint in 16 bits, AWQ or GPTQ")
         return found
-
-    def _dequantized(self, layer: str) -> torch.Tensor:
-        """float64 [N, K] of a quantized embedding or router."""
-        part = self._part(layer)
-        if part.bias is not None:
-            remedy = 'load the float folder with quantize="w4a16-g128"'
-            raise ArgumentError(f"{layer}.bias", list(part.bias.shape), "an embedding or router has no bias", remedy)
-        return part.dequantize()
 
     def scales(self, part: str, shape: Any) -> torch.Tensor | None:
         """[layers, 1, 1]: a number of each layer, as engines calibrate fp8 caches."""
