@@ -136,7 +136,7 @@ def lines(files: Iterable[tuple[Path, Callable[[Mapping[str, Any]], Iterator[Cas
     for path, read in files:
         result = json.loads(path.read_text(encoding="utf-8"))
         gpu = result["gpu"].removeprefix("NVIDIA ").split()[0]
-        outside = ", layers outside the tuned list" * ("_held_out_" in path.name)
+        outside = ", layers outside the tuned list" * ("_held_out_" in path.name) + " †" * (path.stem in report.LOST)
         by_title: dict[str, list[Case]] = {}
         for case in read(result):
             by_title.setdefault(case.title + outside, []).append(case)

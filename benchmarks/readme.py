@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks import choice, gpu_tests, headline, kv_choice, report, shared_records, tables
+from benchmarks import choice, gpu_tests, headline, kv_choice, papers, report, shared_records, tables
 
 ROOT = Path(__file__).parents[1]
 LAYERS = {
@@ -137,6 +137,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "models": models,
     "shared-records": shared,
     "gpu-tests": gpu_tests.recorded,
+    "papers": papers.table,
 }
 PAGES = (
     "operators",
@@ -149,6 +150,7 @@ PAGES = (
     "tuning",
     "kv-formats",
     "gpu-tests",
+    "papers",
 )
 DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in PAGES))
 

@@ -1,10 +1,11 @@
 """README's table: the fastest peer of each shape, the worst shape, peers of the same run."""
 
 import json
+import subprocess
 
 import pytest
 
-from benchmarks import headline, report
+from benchmarks import headline, papers, report
 
 
 def cells(line: str) -> list[str]:
@@ -70,6 +71,29 @@ def test_peers_of_another_run_are_left_out(folder, result):
     (folder / "decode_step_h100.json").write_text(json.dumps({**card, "rows": steps}))
     (line,) = headline.table().splitlines()[2:]
     assert cells(line)[:2] == ["3.00 (3.00)", ""]
+
+
+def test_result_files_name_commits_of_the_history():
+    """But those of LOST, which no file may join."""
+    git = lambda *words: subprocess.run(["git", *words], cwd=report.RESULTS, capture_output=True, check=False)
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != b"false":
+        pytest.skip("needs git and the whole history")
+    known = lambda commit: git("merge-base", "--is-ancestor", commit, "HEAD").returncode == 0
+    files = sorted(report.RESULTS.glob("*_h*00.json"))
+    stated = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in files}
+    lost = {name for name, it in stated.items() if not known(it.get("commit_on_main") or it["commit"])}
+    assert len(stated) > 50 and lost == set(report.LOST)
+
+
+def test_a_claim_stands_beside_a_file_or_says_that_nothing_was_measured():
+    for paper, claim, ours, _ in papers.claims():
+        assert paper and claim and (ours == papers.NOT or "](benchmarks/results/" in ours), paper
+    rows = papers.rows_of("w4a16_h100", lambda row: row["m"] == 16)
+    ratios = [row["peers"]["cublas_f16"] / row["us"] for row in rows]
+    said = papers.over("w4a16_h100", "cublas_f16", (16,))
+    assert len(ratios) == 4 and said.startswith(
+        f"{report.geomean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    )
 
 
 def test_experts_and_attention_are_read_by_what_they_do(folder, result):
