@@ -84,7 +84,10 @@ class QuantizedFolder:
     def __enter__(self) -> QuantizedFolder:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
+        if kind is not None and not self.files:  # nothing was made: a next run may have other settings
+            with suppress(OSError):
+                (self.path / SETTINGS).unlink()
         os.close(self._lock)
 
     def _begin(self, settings: Mapping[str, Any], verify: bool) -> None:

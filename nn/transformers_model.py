@@ -38,8 +38,8 @@ METHOD = "terrazzo"
 """`quant_method` of folders that `save_pretrained` writes."""
 VERSION = 1
 INDEX = "model.safetensors.index.json"
-SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-"""Files of weights in such folders."""
+SHARD = re.compile(r"model(-\d{5}-of-\d{5}|-layer-\d{5}|-rest)?\.safetensors(\.index\.json)?|terrazzo_quantize\.json")
+"""Files of weights in such folders, and in those of `terrazzo quantize`, with the note of its run."""
 WHERE = "save_directory"
 """What save_pretrained names its folder by."""
 REFUSED = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -358,6 +358,17 @@ class Causal:
             )
         return self.model.embed_tokens
 
+    def set_input_embeddings(self, value: Any) -> None:
+        """Refused but for the model's own embedding: forward reads the decoder's.
+
+        Raises:
+            ArgumentError: another embedding.
+        """
+        if value is not self.model.embed_tokens:
+            constraint = "must be the model's own: layers read its table, which quantizing fixed"
+            remedy = "copy numbers into get_input_embeddings().weight, or set it in the float model and quantize that"
+            raise ArgumentError("value", type(value).__name__, constraint, remedy)
+
     def save_pretrained(self, save_directory: str | Path, max_shard_size: str = "5GB", **kwargs: Any) -> None:
         """Write packed weights as they are, config and generation config: a folder that `terrazzo.load` reads.
 
@@ -381,6 +392,7 @@ class Causal:
         if tied is None or tied.data_ptr() != self.decoder.embed_tokens.weight.data_ptr():
             state |= {f"lm_head.{name}": t for name, t in self.lm_head.state_dict().items()}
         write_state(folder, state | static_state(*self.model.static) | refusal_state(), max_shard_size)
+        self.config.dtype = self.decoder.embed_tokens.weight.dtype  # that of the files, after a cast
         facts = (self.config, self.model.formats, self.generation_config, self.name_or_path, WHERE, self.assumed_end)
         write_configs(folder, *facts)
 

@@ -18,7 +18,7 @@ LEAVE, ANEW = ("/exit", "/quit", "/bye"), "/new"
 """What somebody types in a chat to end it, and to begin it again."""
 HEAT, SHARE = Number(0, 1e6), Number(0, 1, min_open=True)
 SEED = click.IntRange(-(1 << 63), (1 << 64) - 1)
-_SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+_SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 _LOADING = ("kv", "quantize", "device", "dtype", "trust_remote_code")
 
 
@@ -41,6 +41,13 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
             click.option(
                 "--top-p", type=SHARE, default=1.0, show_default=True, help="Share of probability to draw from."
             ),
+            click.option(
+                "--min-p", type=Number(0, 1), default=0.0, show_default=True, help="Of the likeliest token's, at least."
+            ),
+            click.option(
+                "--repetition-penalty", type=Number(1e-3, 1e3), default=1.0, show_default=True, help="1 for none."
+            ),
+            click.option("--stop", multiple=True, help="Text at which an answer ends; may be given more than once."),
             click.option("--seed", type=SEED, help="Of sampling. Default: another one each time."),
             TRUST,
         )
@@ -114,7 +121,8 @@ def _model(folder: Path, options: dict[str, Any], talks: bool = False) -> tuple[
     with ExitStack() as stack:
         model = load(folder, **given, progress=layers_progress(stack))
     sampling = {name: options[name] for name in _SAMPLING}
-    made = functools.partial(generate, model, tokenizer=tokenizer, stream=True, **sampling)
+    stop = list(options["stop"]) or None
+    made = functools.partial(generate, model, tokenizer=tokenizer, stream=True, stop=stop, **sampling)
 
     def answer(prompt: Any, chat: bool) -> str:
         seed = secrets.randbelow(1 << 31) if options["seed"] is None else options["seed"]  # torch's own is always alike

@@ -149,10 +149,7 @@ class TensorFiles:
     def _read(self, name: str, device: torch.device | str, get: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         from safetensors import SafetensorError
 
-        if name not in self.places:
-            seen = name if isinstance(name, str) else type(name).__name__
-            reason = self.lost.get(name, "no file of the checkpoint holds it") if isinstance(name, str) else "no name"
-            raise ArgumentError("name", seen, reason, "get the missing shard, or the checkpoint again")
+        self._check_held(name)
         to = weights.device_of(device)
         direct = to.type in ("cpu", "cuda")
         try:
@@ -162,8 +159,16 @@ class TensorFiles:
             raise ArgumentError(name, "unreadable", constraint, "get the file again") from None
         return found if direct else found.to(to)
 
+    def _check_held(self, name: Any) -> None:
+        """Raise ArgumentError for a tensor that no file holds."""
+        if name not in self.places:
+            seen = name if isinstance(name, str) else type(name).__name__
+            reason = self.lost.get(name, "no file of the checkpoint holds it") if isinstance(name, str) else "no name"
+            raise ArgumentError("name", seen, reason, "get the missing shard, or the checkpoint again")
+
     def describe(self, name: str) -> tuple[str, list[int]]:
         """(safetensors dtype such as "F16", shape) without loading."""
+        self._check_held(name)
         view = self._open(self.places[name], "cpu").get_slice(name)
         return view.get_dtype(), view.get_shape()
 

@@ -47,7 +47,7 @@ def test_a_prompt_is_answered_in_the_chat_template_unless_it_is_declined(capsys,
 
 def test_options_reach_loading_and_sampling(capsys, folders):
     source, _ = folders
-    options = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 3}
+    options = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.3, "seed": 3}
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     loading = ("--quantize", "w4a16-g64", "--kv", "int8/int4", "--dtype", "bf16")
     code, out, _ = run(capsys, "generate", source, "Hi", *CPU, *words, *loading)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -181,3 +182,54 @@ def test_float_layers_of_a_quantized_folder_are_quantized(folders, tmp_path):
     at = lambda model: model.decoder.layers[0].self_attn
     assert type(at(kept).o_proj) is Dense and type(at(made).o_proj) is Linear
     assert torch.equal(at(kept).qkv_proj.packed.words, at(made).qkv_proj.packed.words)
+
+
+def test_a_packed_folder_may_be_written_over(folders, tmp_path):
+    """What `terrazzo quantize` wrote leaves no weights behind that no index names, nor the note of its run."""
+    root, said = folders
+    place = tmp_path / "packed"
+    shutil.copytree(root / "quantized", place)
+    model = terrazzo.load(place, device="cpu")
+    model.save_pretrained(place)
+    assert {path.name for path in place.glob("*.safetensors*")} == {"model.safetensors"}
+    assert not (place / "terrazzo_quantize.json").exists()
+    again = terrazzo.load(place, device="cpu")
+    assert terrazzo.generate(again, "Hi", chat=True, max_new_tokens=4) == said
+
+
+def test_a_cast_is_what_the_config_of_its_folder_says(folders, tmp_path):
+    model = terrazzo.load(folders[0] / "quantized", device="cpu")
+    other = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}[model.dtype]
+    model.to(other).save_pretrained(tmp_path)
+    again = terrazzo.load(tmp_path, device="cpu")
+    tokens = torch.arange(3, 9)[None]
+    assert again.dtype == other and torch.equal(again(tokens).logits, model(tokens).logits)
+
+
+def test_another_embedding_is_refused_and_the_own_one_is_none(folders):
+    model = terrazzo.load(folders[0] / "quantized", device="cpu")
+    own = model.get_input_embeddings()
+    model.set_input_embeddings(own)
+    with pytest.raises(ArgumentError, match="must be the model's own"):
+        model.set_input_embeddings(torch.nn.Embedding(*own.weight.shape))
+    assert model.get_input_embeddings() is own
+
+
+def test_a_lost_embedding_is_named_by_every_reader(folders, tmp_path):
+    from terrazzo.cli import main
+
+    shutil.copytree(folders[0] / "quantized", tmp_path / "m")
+    (tmp_path / "m" / "model-rest.safetensors").unlink()
+    with pytest.raises(ArgumentError, match="embed_tokens.weight.*get the missing shard"):
+        terrazzo.load(tmp_path / "m", device="cpu")
+    assert main(["compile", str(tmp_path / "m"), "--target", "sm_90a", "--dry-run"]) == 2
+
+
+def test_a_run_that_made_no_layer_leaves_nothing_behind(folders, tmp_path):
+    """W4Ax needs a target where no GPU is; with one, the same folder is taken."""
+    options = dict(calibration=torch.arange(3, 35)[None], device="cpu")
+    with pytest.raises(ArgumentError, match="target"):
+        quantize_folder(folders[0] / "float", tmp_path / "made", "w4ax", **options)
+    assert not list((tmp_path / "made").iterdir())
+    quantize_folder(folders[0] / "float", tmp_path / "made", "w4ax", target="sm_90a", **options)
+    assert terrazzo.load(tmp_path / "made", device="cpu")(torch.arange(3, 9)[None]).logits.isfinite().all()
