@@ -73,10 +73,10 @@ class Cut:
         if self.ended:
             return ""
         text = self.waiting + piece
-        found = [at for at in (text.find(stop) for stop in self.stops) if at >= 0]
-        if found:
+        found = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]
+        if found:  # of several the one that is whole first, as if letters came one by one
             self.waiting, self.ended = "", True
-            return text[: min(found)]
+            return text[: min(found)[1]]
         sizes = range(min(len(text), max(map(len, self.stops), default=1) - 1), 0, -1)
         kept = next((n for n in sizes if any(stop.startswith(text[-n:]) for stop in self.stops)), 0)
         self.waiting = text[len(text) - kept :]

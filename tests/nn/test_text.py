@@ -114,7 +114,8 @@ def test_a_cut_text_ends_before_the_first_stop_string_and_leaks_none_of_it(seed)
         text = "".join(draw.choice("ab") for _ in range(draw.randrange(12)))
         stops = ["".join(draw.choice("ab") for _ in range(draw.randrange(1, 5))) for _ in range(draw.randrange(4))]
         cut, told, at = Cut(stops), "", 0
-        wanted = text[: min([text.index(stop) for stop in stops if stop in text], default=len(text))]
+        ends = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]
+        wanted = text[: min(ends)[1]] if ends else text  # the stop string that is whole first
         while at < len(text):
             size = draw.randrange(1, 4)
             told += cut.push(text[at : at + size])
@@ -286,9 +287,8 @@ def test_prompts_padded_on_the_right_are_not_continued(model, tokenizer):
             model.generate(**pad(*texts), max_new_tokens=2)
     tokens, mask = pad("Hi", "longer").values()
     whole = model(tokens, attention_mask=mask).logits  # to score them is fine
-    assert torch.equal(whole[0, :2], model(tokens[:1, :2]).logits[0]) and torch.equal(
-        whole[1:], model(tokens[1:]).logits
-    )
+    near = lambda a, b: torch.allclose(a, b, rtol=0.01, atol=0.01)  # torch sums in another order for other rows
+    assert near(whole[0, :2], model(tokens[:1, :2]).logits[0]) and near(whole[1:], model(tokens[1:]).logits)
 
 
 def test_of_a_mask_of_all_tokens_so_far_the_newest_columns_are_used(model):
