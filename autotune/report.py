@@ -152,7 +152,7 @@ def understands(problem: Problem) -> bool:
         for asks in (operator.roofline, operator.plan):  # they raise where a fact has a value that no kernel knows
             asks(problem, target)
         return bool(operator.space(problem).heuristic(target, problem.m))
-    except TerrazzoError:
+    except (TerrazzoError, ArithmeticError):  # a group of 0, say
         return False
 
 

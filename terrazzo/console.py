@@ -120,6 +120,8 @@ def check_writable(option: str, path: Path | None) -> None:
     """Refuse, before the work is done, a file or folder that could not be made at `path`."""
     if path is None:
         return
+    if not path.name:
+        raise click.UsageError(f"{option} '{path}' has no name of its own; name a file or folder to write")
     above = next(folder for folder in path.absolute().parents if os.path.exists(folder))
     try:
         with suppress(FileNotFoundError, NotADirectoryError):  # a name that is too long is neither
