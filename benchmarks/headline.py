@@ -26,7 +26,7 @@ NAMES = {
     "vllm_marlin_int8": "Marlin int8", "humming_w4a8_int8": "humming int8",
     "humming_w4a8_int8_integers": "humming int8", "humming_w4a8_e4m3": "humming e4m3",
     "flash_attn3_f16": "FlashAttention-3 f16", "flash_attn3_f16_page128": "FlashAttention-3 f16",
-    "torch_bf16": "torch bf16", "vllm_triton": "vLLM's Triton experts", "w4a8": "our W4A8",
+    "torch_bf16": "torch bf16", "vllm_triton": "vLLM's Triton experts",
     "flash_attn3_fp8": "FlashAttention-3 fp8", "flash_attn3_fp8_page128": "FlashAttention-3 fp8",
 }  # fmt: skip
 OWN = ("w4a16_symmetric_g32", "generic", "separate", "copy", "empty")

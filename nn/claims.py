@@ -32,12 +32,12 @@ def check_plain(config: Mapping[str, Any]) -> None:
     Raises:
         ArgumentError: names the field.
     """
-    inside = [config]
+    inside: list[tuple[str, Any]] = [("", config)]
     while inside:
-        part = inside.pop()
-        for name, value in part.items() if isinstance(part, Mapping) else [("", it) for it in part]:
+        own, part = inside.pop()
+        for name, value in part.items() if isinstance(part, Mapping) else [(own, it) for it in part]:
             if isinstance(value, Mapping | list):
-                inside.append(value)
+                inside.append((name, value))
             elif type(value) in (int, float) and (type(value) is int or value.is_integer()):
                 most = next((most for names, most in _BOUNDS if names.fullmatch(name)), (1 << 63) - 1)
                 if abs(value) > most:

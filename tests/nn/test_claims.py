@@ -80,6 +80,7 @@ ODD = {
     "rotary NaN": dict(rope_parameters={"rope_type": "linear", "factor": float("nan"), "rope_theta": 1e4}),
     "end token": dict(eos_token_id=2**63),
     "end tokens": dict(eos_token_id=[256, "x"]),
+    "a huge end token of several": dict(eos_token_id=[256, 10**30]),
     "eps": dict(rms_norm_eps=float("nan")),
     "negative eps": dict(rms_norm_eps=-1.0),
     "heads": dict(num_key_value_heads=3),
