@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import itertools
+import json
 import re
 import resource
 import subprocess
@@ -15,6 +16,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "tools"))
+import public_parameters
 
 ROOT = Path(__file__).parents[1]
 OPS = ("fp8", "moe", "mxfp4", "mxfp4_fp8", "nvfp4", "registry", "w4a8.fp8", "w8a8", "w8a16")
@@ -96,6 +100,14 @@ def test_checkers_read_what_is_resolved(name):
         there = importlib.import_module(value.__name__) if isinstance(value, ModuleType) else getattr(home, own)
         assert value is there, public
         assert not isinstance(value, ModuleType) or value.__name__ == f"{home.__name__}.{own}"
+
+
+def test_what_users_and_files_rely_on_is_what_it_was():
+    """Parameters, options, torch ops, keys of records, layouts: after a change that was meant, run
+    tests/tools/public_parameters.py --write."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    kept = json.loads(public_parameters.GOLDEN.read_text())
+    assert not list(public_parameters.differences(public_parameters.snapshot(PUBLIC), kept))
 
 
 NO_ERRORS = ("terrazzo.nn.fuse", "terrazzo.nn.positions_of", "terrazzo.integrations.vllm.register")
