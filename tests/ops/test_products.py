@@ -1,0 +1,159 @@
+"""Kinds of linear layers as values: what is derived from them is what the code does."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import fields
+from importlib import import_module
+from itertools import product as every
+
+import pytest
+from terrazzo.autotune.linear import KINDS
+from terrazzo.layouts.converters import CONVERTERS
+from terrazzo.layouts.instances import INSTANCES
+from terrazzo.layouts.units import derive_unit
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.targets import CAPABILITIES, Target
+from terrazzo.nn import formats
+from terrazzo.ops import grouped, model_requests, ready, registry, stored_layers
+from terrazzo.ops.formats import weight
+from terrazzo.ops.linear.bytes import fp8_problem, problem
+from terrazzo.ops.products import codes, ways
+from terrazzo.ops.products.planes import Size
+from terrazzo.ops.products.product import Product
+from terrazzo.ops.products.table import PRODUCTS, of_codes
+from terrazzo.ops.w4a8.w8a8 import format as w8a8_format
+from terrazzo.ops.w4a8.w8a8 import op as w8a8_op
+from terrazzo.ops.weight_only.packed import packed_shapes
+from terrazzo.schedules.forms import FORMS
+
+products = pytest.mark.parametrize("product", PRODUCTS, ids=lambda it: it.record)
+
+
+@products
+def test_a_product_is_one_value(product: Product):
+    assert pickle.loads(pickle.dumps(product)) == product and hash(product) == hash(pickle.loads(pickle.dumps(product)))
+    assert of_codes(product.codes) is product
+    assert len(product.codes.values) in (0, 1 << product.codes.bits)
+
+
+@products
+def test_what_it_names_exists(product: Product):
+    for way in product.ways:
+        for name in (*way.converters.values(), *way.plain.values()):
+            assert CONVERTERS[name].storage_bits == product.codes.bits
+    assert {product.layout, *(it.layout for it in product.programs if it.layout)} <= set(INSTANCES)
+    made = import_module(f"terrazzo.ops.{product.module}").PackedWeight
+    names = {plane.name for plane in product.planes} | set(product.facts) | {"n", "k", "layout", "target"}
+    assert {field.name for field in fields(made)} == names and made.VERSION == product.version
+    for way in product.ways:
+        assert f"{(way.x or product.x).operand} {way.cost or way.rule}" in FORMS
+
+
+@products
+@pytest.mark.parametrize("experts", (0, 8))
+@pytest.mark.parametrize("arch", CAPABILITIES)
+def test_its_programs_are_those_of_plans(product: Product, experts: int, arch: str):
+    """Those of many M, all groups and both kinds of scales, and no others."""
+    kind, one = next(it for it in KINDS if it.name == product.record), product.on(arch)
+    groups = (None, *product.codes.groups)
+    facts = [kind.facts(4096, 4096, experts, dtype="bfloat16", group=it, symmetric=False) for it in groups]
+    if product.planned and not experts:
+        facts.append({name: it for name, it in facts[0].items() if name != "scales"})
+    found = set()
+    for fact, m in every(facts, (1, 16, 64, 512, 4096)):
+        try:
+            request = kind.plan(m, fact, Target.parse(arch)).request
+        except ArgumentError:
+            continue  # a target that has none
+        found.add((request.name.partition(".")[0], request.entry))
+    own = () if one is None else one.experts if experts else one.all
+    assert found == {(product.kernels, entry) for entry in own}
+
+
+@products
+def test_its_planes_have_the_shapes_of_packed_weights(product: Product):
+    own, zeros = product.codes, (False, True) if product.codes.symmetric else (False,)
+    for n, k, has in every((64, 1000), (256, 1000, 4096), zeros):
+        for group, scale in every((*own.groups, *[k] * own.one_group), own.scales):
+            found = tuple(product.shapes(Size(n, k, group, scale, has)).values())
+            if product.wide:
+                facts = dict(group_size=group, scale_dtype=scale, symmetric=not has, weight=own.name)
+                assert found == packed_shapes(n, k, **facts)
+            elif product.direct:
+                assert found == w8a8_format.packed_shapes(n, k, product.x.quant, group < k)
+            elif product.planned:
+                assert found == ((-(-k // 128), -(-n // 64), 1056),)
+            else:
+                unit = derive_unit(product.layout, 2, 128 // min(group, 128), 2)
+                assert found == (unit.shape(n, k), unit.padded(n, k)[:1])
+
+
+def test_tables_of_operators_are_derived():
+    direct = {one.record: one.x.quant for one in PRODUCTS if one.direct}
+    converted = [one for one in PRODUCTS if one.x.quant and not one.direct]
+    converters = {one.record: {way.name: way.converter() for way in one.ways} for one in converted}
+    assert model_requests.OPERATORS == tuple(one.record for one in PRODUCTS)
+    assert model_requests._LAYOUTS == {one.record: one.layout for one in PRODUCTS}
+    assert model_requests._QUANTS == {one.record: one.x.quant for one in PRODUCTS if one.x.quant}
+    assert model_requests._W8A8 == direct
+    assert model_requests._ON_E4M3 == {it.record: it.ways[0].name for it in converted if it.x.quant == "e4m3"}
+    assert w8a8_op.OPERATORS == {way.name: one.record for one in PRODUCTS if one.direct for way in one.ways}
+    assert problem.DEQUANTIZATIONS == converters["w4a8"]
+    assert fp8_problem.CONVERTERS == converters["w4a8_fp8"] | converters["mxfp4_fp8"]
+    assert {one.record: one.x.rate for one in PRODUCTS} == {kind.name: kind.rate for kind in KINDS}
+    assert {one.module for one in PRODUCTS} == set(grouped._NAMES)
+    assert {one.root for one in PRODUCTS if one.wheel} == set(ready.LEFT_OUT)
+    assert {one.record for one in PRODUCTS if not one.wheel} == {it.operator for it in ready.PARTS} - {"attention"}
+
+
+def test_families_of_modules_are_derived():
+    for one in PRODUCTS:
+        family = formats.FAMILIES[one.word]
+        assert family.operator == f"terrazzo.ops.{one.root}"
+        assert set(family.tensors) == {plane.name for plane in one.planes if plane.shape}
+        assert set(family.optional) == {plane.name for plane in one.planes if not plane.shape}
+        assert sorted(family.groups) == list(one.codes.groups) and family.one_group == one.codes.one_group
+        assert family.choices == one.codes.symmetric and family.quantizes_activations == (not one.wide)
+        assert (family.usual or str(family.groups[0])) == str(one.codes.usual or "K")
+        assert family.weight_format == (one.codes.name if one.wide else "")
+        assert family.codes == (one.codes.name if one.direct else "")
+    assert set(formats.FAMILIES) == {one.word for one in PRODUCTS}
+
+
+def test_readers_and_rows_of_the_registry_are_derived():
+    for record, family in stored_layers.FAMILIES.items():
+        alike = [one for one in PRODUCTS if one.conventions and one.module == of_record(record).module]
+        assert family.operator == of_record(record).module
+        assert set(family.readers) == {name for one in alike for name in one.conventions}
+        assert set(family.activations) == {it for one in alike for it in one.stated}
+    found = {}
+    for row in registry.REGISTRY:
+        key = (row.operator, frozenset(row.activations), frozenset(row.scales), row.groups)
+        found[key] = tuple(row.numerics), row.targets
+    for one in PRODUCTS:
+        groups = (*one.codes.groups, *["K"] * one.codes.one_group)
+        key = one.root, frozenset({"float16", "bfloat16", one.x.code} - {""}), frozenset(one.codes.scales), groups
+        numerics, targets = found[key]
+        assert numerics[: len(one.numerics)] == one.numerics and targets == one.targets
+
+
+def of_record(record: str) -> Product:
+    return next(one for one in PRODUCTS if one.record == record)
+
+
+@pytest.mark.parametrize("name", codes.WIDE)
+def test_codes_are_those_of_formats(name: str):
+    old, new = weight.WEIGHTS[name], codes.WIDE[name]
+    for field in ("bits", "groups", "one_group", "scales", "values", "zero", "lacks", "row_factors", "outer"):
+        assert getattr(old, field) == getattr(new, field)
+    assert old.record_groups == new.record_groups and old.step_words == new.step_words and old.block_k == new.block_k
+    assert (old.operator, old.layout) == (of_codes(name).record, of_codes(name).layout)
+    assert old.numerics == of_codes(name).numerics
+    for scale, dtype, few in every(old.scales, codes.HALVES, (False, True)):
+        way = ways.choose_way(new, scale, dtype, few)
+        assert way.name == old.choose_numerics(scale, dtype, few)
+    for way, dtype, symmetric in every(of_codes(name).ways, codes.HALVES, (False, True)):
+        plain = old.plain if symmetric and way.name == "exact" else {}
+        wanted = old.unscaled if way.name == "post" else {dtype: plain.get(dtype) or old.scaled[dtype][way.name]}
+        assert way.converter(dtype, symmetric) == wanted[dtype]
