@@ -98,7 +98,7 @@ def test_its_metadata(wheel):
     assert meta["License-Expression"] == "Apache-2.0" and meta["Requires-Python"] == ">=3.10"
     assert {"test", "compile", "runtime", "cluster", "bench", "dev"} <= set(meta.get_all("Provides-Extra"))
     base = {re.match(r"[\w-]+", need).group() for need in needs if "extra ==" not in need}
-    assert base == {"apache-tvm-ffi", "torch", "numpy", "safetensors", "filelock", "click", "rich", "tomli"}
+    assert base == {"apache-tvm-ffi", "torch", "numpy", "safetensors", "filelock", "regex", "click", "rich", "tomli"}
     (compiler,) = (need for need in needs if need.startswith("tilelang") and "compile" in need)
     assert compiler.startswith("tilelang[nvcc]<0.1.16,>=0.1.15")
     (points,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))

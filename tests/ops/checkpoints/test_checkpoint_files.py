@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn.loading import load
 from terrazzo.ops import model_layers, w4a16
-from terrazzo.ops.checkpoints import Checkpoint
+from terrazzo.ops.checkpoints import Checkpoint, patterns
 from terrazzo.ops.checkpoints.patterns import matches
 
 A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -280,7 +280,7 @@ def test_tensors_are_loaded_one_layer_at_a_time(tmp_path, monkeypatch):
     assert {name.partition(".")[0] for name in loaded} == {"a"} and len(loaded) == 4
 
 
-PATTERNS = ["(a+)+$", "(a|aa)+$", "(.*)*x", "(.*a){30}", "(?i)(A|a)*b", "(?:(?:a?){30})*c"]
+PATTERNS = ["(a+)+$", "(.*)*x", "(.*a){30}", "(?i)(A|a)*b", "(?:(?:a?){30})*c"]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -300,11 +300,24 @@ def test_patterns_that_backtrack_for_years_take_no_time(tmp_path, pattern):
 
 
 @pytest.mark.parametrize(
-    "pattern", [r"(a+)+\1$", "(?>a+)+b" if hasattr(os, "login_tty") else r"(a*)*\1", "(" * 500, "a" * 5000]
+    "pattern",
+    [
+        r"(a+)+\1$",
+        "(?>a+)+b" if hasattr(os, "login_tty") else r"(a*)*\1",
+        "(" * 500,
+        "a" * 5000,
+        "(?:a{900}){900}",
+    ],
 )
 def test_patterns_that_cannot_be_bounded_are_refused(pattern):
     with pytest.raises(ArgumentError, match="pattern = "):
         matches(pattern, "a" * 100)
+
+
+def test_a_pattern_that_takes_too_long_is_refused_when_its_time_is_over(monkeypatch):
+    monkeypatch.setattr(patterns, "SECONDS", 0.1)
+    with pytest.raises(ArgumentError, match=r"pattern = '\(a\|aa\)\+\$': takes longer than 0.1 s on the name 'aaa"):
+        matches("(a|aa)+$", "a" * 200 + "!")
 
 
 @pytest.mark.parametrize(
