@@ -86,7 +86,7 @@ def tables_of(makers: Mapping[str, tables.Table]) -> list[str]:
 
 
 def picture(path: Path, text: str) -> list[str]:
-    """The plot beside a result file, if there is one."""
+    """The plot of a result file, if there is one."""
     plot = path.with_suffix(".svg")
     return [f"![{text}]({plot.relative_to(ROOT).as_posix()})"] if plot.is_file() else []
 

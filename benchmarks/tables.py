@@ -110,7 +110,7 @@ def prefill(result: Mapping[str, Any], source: str) -> str:
     heads = ("prompt", "keys/values", "new tokens", "us", "TFLOP/s", *columns)
     beside = "the fastest other attention, of torch or of a package" if packages else "torch's fastest f16 attention"
     table = report.markdown(heads, lines, range(3, len(heads)))
-    return f"Prefill attention, causal, beside {beside}, {setting(result, source)}\n\n{table}"
+    return f"Prefill attention, causal, and {beside}, {setting(result, source)}\n\n{table}"
 
 
 def grouped(result: Mapping[str, Any], source: str) -> str:
@@ -119,9 +119,9 @@ def grouped(result: Mapping[str, Any], source: str) -> str:
     rivals = {"torch_bf16": "over torch bf16", "vllm_triton": "over vLLM's int4", "each_us": "over a gemm each"}
     rivals |= {"native_us": "over experts packed for this GPU", "dense_us": "over one weight"}
     packed_for = {row["packed_for"] for row in result["rows"] if "packed_for" in row}
-    what = "Grouped GEMM (MoE) beside torch's grouped bf16 product"
+    what = "Grouped GEMM (MoE) and torch's grouped bf16 product"
     if any("dense_us" in row for row in result["rows"]):
-        what = "Grouped GEMM (MoE) beside one weight of all experts' rows, with the tokens of one expert"
+        what = "Grouped GEMM (MoE) and one weight of all experts' rows, with the tokens of one expert"
     if packed_for:
         what = f"Grouped GEMM of experts packed for {' and '.join(sorted(packed_for))}"
     rivals = {key: said for key, said in rivals.items() if any(row.get(key) for row in result["rows"])}
@@ -139,7 +139,7 @@ def grouped(result: Mapping[str, Any], source: str) -> str:
 
 
 def written(result: Mapping[str, Any], source: str) -> str:
-    """What an append adds to a decode step, and packing a prompt beside copying its bytes."""
+    """What an append adds to a decode step, and packing a prompt compared with copying its bytes."""
     stored, steps, kinds = [], {}, []
     for row in (row for row in result["rows"] if row.get("us")):
         formats = f"`{row['k_format']}/{row['v_format']}`"
@@ -203,7 +203,7 @@ def decode_step(result: Mapping[str, Any], source: str) -> str:
     layers = ", ".join(str(n) for n in dict.fromkeys(row["layers"] for row in rows))
     return (
         f"A decode step of a model of Llama-3-8B's shapes ({layers} layers, random weights, f16 head unless said), one "
-        "CUDA graph: milliseconds, those of its bytes at the copy's speed, an estimate made before the kernels between "
+        "CUDA graph: milliseconds, its bytes' at the copy's speed, an estimate made before the kernels between "
         "products were written and in brackets the time over it, parts measured alone (glue is the rest: norms, "
         "rotations, gates, what launches cost), and transformers' f16 step with a static cache, "
         f"{setting(result, source)}\n\n{table}"
@@ -211,7 +211,7 @@ def decode_step(result: Mapping[str, Any], source: str) -> str:
 
 
 def tensor_parallel(result: Mapping[str, Any], source: str) -> str:
-    """Layers of Llama-3-70B on several GPUs beside one: products, all-reduces, steps."""
+    """Layers of Llama-3-70B on several GPUs and on one: products, all-reduces, steps."""
     shown = lambda one, many: f"{one:.2f} -> {many:.2f} ({many / one:.2f})"
     lines = [
         (
@@ -225,7 +225,7 @@ def tensor_parallel(result: Mapping[str, Any], source: str) -> str:
     head = ("weights", "batch", "GPUs", "products", "all-reduces", "step")
     layers = ", ".join(str(n) for n in dict.fromkeys(row["layers"] for row in result["rows"]))
     return (
-        f"The 80 layers of Llama-3-70B on several GPUs beside one: {layers} layers were timed, and the figures are "
+        f"The 80 layers of Llama-3-70B on several GPUs and on one: {layers} layers were timed, and the figures are "
         "theirs times 80 over that. Milliseconds on one GPU, on all, and the ratio. All-reduces by themselves are "
         f"NCCL's, two a layer. A step has no embedding and no head, {setting(result, source)}\n\n"
         f"{report.markdown(head, lines, range(1, len(head)))}"
@@ -264,12 +264,12 @@ def load_time(result: Mapping[str, Any], source: str) -> str:
         )
         for row in rows
     ]  # fmt: skip
-    head = ("weights", "GB", "seconds", "GB/s", "before it", "GB beside the model")
+    head = ("weights", "GB", "seconds", "GB/s", "before it", "GB over the model")
     layers = ", ".join(str(n) for n in dict.fromkeys(row["layers"] for row in rows))
     return (
         f"`terrazzo.load` of a packed folder of Llama-3-8B's shapes ({layers} layers) from a warm disk, in a new "
         "process: seconds, those before it (Python, torch, transformers, the CUDA context), and the most GPU memory "
-        f"that was held beside the model, {setting(result, source)}\n\n{report.markdown(head, lines, range(1, 6))}"
+        f"that was held over the model, {setting(result, source)}\n\n{report.markdown(head, lines, range(1, 6))}"
     )
 
 
@@ -300,7 +300,7 @@ def layer_kernels(result: Mapping[str, Any], source: str) -> str:
     table = report.markdown(("kernel", "codes", "K", *(f"{m} rows" for m in ms)), lines, range(2, 3 + len(ms)))
     return (
         "Kernels between a layer's products: with few rows, which stay in L2, microseconds over an empty kernel in a "
-        "chain; with many, time over a copy of the same bytes. Beside them the time of `separate` kernels of this "
+        "chain; with many, time over a copy of the same bytes. Then the time of `separate` kernels of this "
         f"library and of vLLM's, over ours, {setting(result, source)} The aims: up to {FEW} rows at most "
         f"{OVER_EMPTY_US} us over an empty kernel, which {kept[0]} of {len(few)} cases reach; from {MANY} rows on at "
         f"most {OF_COPY:.2f} of a copy's time, which {kept[1]} of {len(many)} reach.\n\n{table}"
@@ -308,7 +308,7 @@ def layer_kernels(result: Mapping[str, Any], source: str) -> str:
 
 
 def engine(result: Mapping[str, Any], source: str) -> str:
-    """Time of an output token inside vLLM, kernels beside each other; what products gain, and what the engine does."""
+    """Time of an output token inside vLLM by kernels; what products gain, and what the engine does."""
     rows: dict[tuple, dict[str, Mapping[str, Any]]] = {}
     for row in result["rows"]:
         key = (row["shape"], row["layers"], row["weights"], row["kv"], row["batch"])
@@ -334,12 +334,12 @@ def engine(result: Mapping[str, Any], source: str) -> str:
 
 
 PLAIN = ("w4a16", "gptq")
-"""Weights of 4 bits beside activations of 16, which those of 8 bits are compared with."""
+"""Weights of 4 bits with activations of 16, which activations of 8 bits are compared with."""
 
 
 def gains(result: Mapping[str, Any]) -> str:
-    """How many times as fast products, a step and whole requests are, of ours beside each other configuration of the
-    same batches; "" where nothing stands beside ours."""
+    """How many times as fast products, a step and whole requests are, of ours over each other configuration of the
+    same batches; "" where nothing stands next to ours."""
     place = lambda row: [row[name] for name in ("shape", "layers", "kv", "batch", "prompt", "output")]
     lines = []
     ordered = sorted(result["rows"], key=lambda row: (row["shape"], row["weights"], row["batch"], row["kernel"]))
@@ -356,7 +356,7 @@ def gains(result: Mapping[str, Any]) -> str:
             lines.append((*where, products, f"{step:.2f}x", f"{whole:.2f}x"))
     if not lines:
         return ""
-    head = ("model", "weights", "requests", "beside", "products", "output token", "tokens/s")
+    head = ("model", "weights", "requests", "compared with", "products", "output token", "tokens/s")
     said = "What kernels gain, and what is left of it in the engine: "
     if any(products for *_, products, _, _ in lines):
         said += "milliseconds of our products in a step, and ratios."
@@ -366,7 +366,7 @@ def gains(result: Mapping[str, Any]) -> str:
 
 
 def kv_engine(result: Mapping[str, Any], source: str) -> str:
-    """Caches inside vLLM beside each other: requests that find room, an output token, tokens/s; first tokens."""
+    """Caches inside vLLM compared with each other: requests that find room, an output token, tokens/s; first tokens."""
     rows: dict[tuple, dict[str, dict[tuple[int, int], Mapping[str, Any]]]] = {}
     for row in result["rows"]:
         cache = f"{row['kv'].removesuffix('_per_token_head')}, {'ours' if row['attention'] == 'terrazzo' else 'vLLM'}"
@@ -411,7 +411,7 @@ PARTS = {
     "head": ("nvjet", "gemm", "cublas", "splitK"),
 }
 """Part of a step -> what names of vLLM's kernels have in them; ours are called main_kernel. The rest is neither, as are
-Inductor's kernels, whose names tell what stands beside them."""
+Inductor's kernels, whose names tell what stands next to them."""
 
 
 def part_of(row: Mapping[str, Any], name: str) -> str:
@@ -449,7 +449,7 @@ def step_parts(result: Mapping[str, Any]) -> str:
 
 
 def attention_codes(result: Mapping[str, Any], source: str) -> str:
-    """Decode whose outputs leave as codes: alone, with codes, with a quantizer behind it."""
+    """Decode whose outputs leave as codes: alone, with codes, with a quantizer after it."""
     lines: dict[tuple, dict[str, str]] = {}
     for row in (row for row in result["rows"] if row["us"]):
         size = f"{row['batch']} x {row['q_heads']}/{row['kv_heads']} x {row['kv_len'] // 1024}K"
@@ -465,7 +465,7 @@ def attention_codes(result: Mapping[str, Any], source: str) -> str:
     first = result["rows"][0]
     return (
         f"Decode attention, `{first['k_format']}/{first['v_format']}`, whose outputs leave as codes: microseconds "
-        "without codes, with them, and without them but with the quantizer of W4A8 behind it, "
+        "without codes, with them, and without them but with the quantizer of W4A8 after it, "
         f"{setting(result, source)}\n\n{table}"
     )
 
