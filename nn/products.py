@@ -10,6 +10,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn import glue
 from terrazzo.ops import activation, launching, w4a8, w4ax, weights
 from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.linear.quantize.quantize_blocks import GATES
 from terrazzo.ops.quantized import BlockQuantizedActivations
 from terrazzo.ops.w4a8.activations import QuantizedActivations as Bytes
 from terrazzo.ops.w4a8.w8a8 import activations as w8a8_activations
@@ -17,7 +18,6 @@ from terrazzo.ops.w4a8.w8a8 import entry as w8a8
 from terrazzo.ops.w4a8.w8a8.format import PackedWeight as W8A8
 from terrazzo.ops.w4ax.activations import QuantizedActivations as Mixed
 from terrazzo.ops.w4ax.format import PackedWeight as W4Ax
-from terrazzo.ops.w4ax.quantize_blocks import GATES
 from terrazzo.ops.weight_only import entry as weight_only
 from terrazzo.ops.weight_only.packed import WeightOnly
 from terrazzo.schedules.rows import MAX_COLUMNS

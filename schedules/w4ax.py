@@ -92,7 +92,7 @@ def work_plan(schedule: Persistent, problem: Gemm, target: Target, m: int, ctas:
 
 
 def work_list(plan: work_items.Plan, token_blocks: int) -> tuple[list[list[int]], list[int], int]:
-    """(ITEMS, FIRST, slots) of a plan as the program reads them, see ops/w4ax/work_list.py."""
+    """(ITEMS, FIRST, slots) of a plan as the program reads them, see ops/linear/mixed/work_list.py."""
     table = work_items.device_table(plan)
     items = [
         [tile % token_blocks, tile // token_blocks, k0, k1, slot, shares, 0, 0]

@@ -12,9 +12,9 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import derived, launching, weights
 from terrazzo.ops.lasting import lasting
+from terrazzo.ops.linear.quantize import quantize_rows as program
 from terrazzo.ops.quantized import CODES, QuantizedActivations, empty, padded
 from terrazzo.ops.w4a8 import fp8_format
-from terrazzo.ops.w4a8 import quantize_rows as program
 from terrazzo.ops.w4a8.reference import activation_gain
 from terrazzo.schedules import quantize_rows
 

@@ -13,11 +13,11 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import derived, launching, weights
 from terrazzo.ops.lasting import lasting
-from terrazzo.ops.w4ax import quantize_blocks as program
+from terrazzo.ops.linear.mixed.scales import GRANULARITIES, UNIFORM
+from terrazzo.ops.linear.quantize import quantize_blocks as program
 from terrazzo.ops.w4ax.fmpq import BLOCK
 from terrazzo.ops.w4ax.format import PackedWeight
 from terrazzo.ops.w4ax.reference import arrange
-from terrazzo.ops.w4ax.scales import GRANULARITIES, UNIFORM
 from terrazzo.schedules import w4ax as schedules
 
 if TYPE_CHECKING:

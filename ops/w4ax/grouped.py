@@ -15,12 +15,13 @@ from terrazzo.lowering.targets import Target
 from terrazzo.ops import derived, grouped, launching
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.launching import Plan
-from terrazzo.ops.w4ax import integer as program
-from terrazzo.ops.w4ax import op, problem
+from terrazzo.ops.linear.mixed import integer as program
+from terrazzo.ops.linear.mixed import problem
+from terrazzo.ops.linear.mixed.scales import OUT_DTYPES
+from terrazzo.ops.w4ax import op
 from terrazzo.ops.w4ax.activations import DTYPES, QuantizedActivations
 from terrazzo.ops.w4ax.fmpq import BLOCK
 from terrazzo.ops.w4ax.format import PackedWeight, native
-from terrazzo.ops.w4ax.scales import OUT_DTYPES
 from terrazzo.schedules import linear_spaces, records, spaces
 from terrazzo.schedules.problem import Gemm
 

@@ -12,15 +12,16 @@ from terrazzo.lowering.targets import Target
 from terrazzo.ops import derived, launching
 from terrazzo.ops.lasting import lasting
 from terrazzo.ops.launching import Plan
-from terrazzo.ops.w4ax import activations, problem
-from terrazzo.ops.w4ax import integer as integer_program
-from terrazzo.ops.w4ax import persistent as persistent_program
-from terrazzo.ops.w4ax import small_batch as small_batch_program
-from terrazzo.ops.w4ax import stream_k as stream_k_program
+from terrazzo.ops.linear.mixed import integer as integer_program
+from terrazzo.ops.linear.mixed import persistent as persistent_program
+from terrazzo.ops.linear.mixed import problem
+from terrazzo.ops.linear.mixed import small_batch as small_batch_program
+from terrazzo.ops.linear.mixed import stream_k as stream_k_program
+from terrazzo.ops.linear.mixed.scales import GRANULARITIES, OUT_DTYPES, UNIFORM
+from terrazzo.ops.w4ax import activations
 from terrazzo.ops.w4ax.activations import QuantizedActivations
 from terrazzo.ops.w4ax.fmpq import BLOCK
 from terrazzo.ops.w4ax.format import SCALES, PackedWeight, native
-from terrazzo.ops.w4ax.scales import GRANULARITIES, OUT_DTYPES, UNIFORM
 from terrazzo.schedules import linear_spaces, records, spaces, stream_k
 from terrazzo.schedules import w4ax as schedules
 from terrazzo.schedules.problem import Gemm

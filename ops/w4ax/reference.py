@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
+from terrazzo.ops.linear.mixed.scales import GRANULARITIES, LARGEST_FACTOR, TINY, UNIFORM, UNITS
 from terrazzo.ops.w4ax.fmpq import BLOCK
 from terrazzo.ops.w4ax.format import PackedWeight, QuantizedWeight, spans, unit_layout
-from terrazzo.ops.w4ax.scales import GRANULARITIES, LARGEST_FACTOR, TINY, UNIFORM, UNITS
 
 if TYPE_CHECKING:
     import torch

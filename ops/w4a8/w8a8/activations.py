@@ -9,9 +9,9 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching, quantized, row_calls, weights
+from terrazzo.ops.linear.quantize import quantize_bytes as program
 from terrazzo.ops.quantized import BlockQuantizedActivations, QuantizedActivations
 from terrazzo.ops.w4a8 import activations
-from terrazzo.ops.w4a8.w8a8 import quantize_bytes as program
 from terrazzo.ops.w4a8.w8a8.format import PackedWeight, check_target
 from terrazzo.ops.w4a8.w8a8.reference import quantize_asymmetric, quantize_powers, quantize_static
 from terrazzo.schedules import rows

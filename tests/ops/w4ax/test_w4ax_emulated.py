@@ -12,8 +12,9 @@ from emulated_cases import cases
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
+from terrazzo.ops.linear.mixed import integer, persistent, problem, small_batch, stream_k
 from terrazzo.ops.tiles.scheduler import EXPERTS_SOURCE
-from terrazzo.ops.w4ax import activations, integer, persistent, problem, reference, small_batch, stream_k
+from terrazzo.ops.w4ax import activations, reference
 from terrazzo.schedules import w4ax as schedules
 from terrazzo.schedules.clusters import PAIR
 from terrazzo.schedules.problem import Gemm

@@ -11,7 +11,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import find_nvcc
-from terrazzo.ops.w4ax import integer, persistent, small_batch, stream_k
+from terrazzo.ops.linear.mixed import integer, persistent, small_batch, stream_k
 from terrazzo.schedules import w4ax as schedules
 from terrazzo.schedules.forms import held
 from terrazzo.schedules.problem import Gemm

@@ -12,8 +12,9 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops import activation, gates, w4ax
+from terrazzo.ops.linear.quantize import quantize_blocks
 from terrazzo.ops.tiles import row_outputs
-from terrazzo.ops.w4ax import activations, quantize_blocks, reference
+from terrazzo.ops.w4ax import activations, reference
 from test_w4a8_quantize_rows import SHIMS, primitives
 
 pytestmark = [

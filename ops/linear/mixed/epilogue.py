@@ -3,9 +3,9 @@
 
 from types import SimpleNamespace
 
+from terrazzo.ops.linear.mixed.problem import Gemm
 from terrazzo.ops.tiles.calls import pack2, wg_sync
 from terrazzo.ops.tiles.staged_rows import out_tokens, row_macros
-from terrazzo.ops.w4ax.problem import Gemm
 
 
 def store_macros(

@@ -16,9 +16,9 @@ from typing import Any
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import gates
+from terrazzo.ops.linear.mixed.scales import GRANULARITIES, LARGEST_FACTOR, TINY, UNIFORM, UNITS
 from terrazzo.ops.tiles import row_outputs
 from terrazzo.ops.tiles.primitives import prelude
-from terrazzo.ops.w4ax.scales import GRANULARITIES, LARGEST_FACTOR, TINY, UNIFORM, UNITS
 
 PASS_CONFIGS = (  # the barriers are the program's own
     ("tl.disable_thread_storage_sync", True),

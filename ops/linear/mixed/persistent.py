@@ -15,14 +15,14 @@ takes twice the time of an INT4 block. Partial sums are added in order of k: the
 
 from types import SimpleNamespace
 
+from terrazzo.ops.linear.mixed import problem, work_list
+from terrazzo.ops.linear.mixed.problem import BLOCK_WORDS, SCALES, TILE4_WORDS, UNIT_K, UNIT_WORDS, Gemm
 from terrazzo.ops.tiles import mma_tiles
 from terrazzo.ops.tiles.calls import cp_async, cp_commit, cp_wait, lds32, lds64, lds128, mma, pack2, syncwarp
 from terrazzo.ops.tiles.mma_tiles import Tile, element, sts32
 from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
 from terrazzo.ops.tiles.scheduler import scalars
-from terrazzo.ops.w4ax import problem, work_list
-from terrazzo.ops.w4ax.problem import BLOCK_WORDS, SCALES, TILE4_WORDS, UNIT_K, UNIT_WORDS, Gemm
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 SOURCE = """\
@@ -255,7 +255,7 @@ def build(
 
     Shapes: X4 uint8 [M, K4/2] and X8 int8 [M, 128 * blocks8] (one element where a plane has no blocks); W int32
     [k/128, Np/64, 1056]; XS f32 [k/128, MP] scales of the tokens, MP a multiple of 4; S f32 [Np] channel scales (one
-    element unless two-level); B f32 [n] (one element without a bias); ITEMS, FIRST: see ops/w4ax/work_list.py; WS f32
+    element unless two-level); B f32 [n] (one element without a bias); ITEMS, FIRST: see work_list.py; WS f32
     [slots, sums / 4, 32 * warps, 4] with sums = row_blocks * block_tokens / token_warps / 2; SEM int32 [slots], zero
     before the first launch and after each one; Y [M, n].
 

@@ -24,6 +24,10 @@ from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.linear.bytes.stages import consumer_macros, fill_macros
+from terrazzo.ops.linear.mixed import problem
+from terrazzo.ops.linear.mixed.block_loop import loop_macro, registers_of
+from terrazzo.ops.linear.mixed.epilogue import store_macros
+from terrazzo.ops.linear.mixed.problem import UNIT_K, UNIT_WORDS, Gemm
 from terrazzo.ops.tiles.calls import bulk, tma_tile, turn_pass, turn_wait
 from terrazzo.ops.tiles.pipeline import role_macros
 from terrazzo.ops.tiles.primitives import prelude
@@ -31,10 +35,6 @@ from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, check_tile
 from terrazzo.ops.tiles.scheduler import partition_macros, plan_state, ring_macros, ring_state, scalars, segment_state
 from terrazzo.ops.tiles.shares import finish_macros, share_macros
 from terrazzo.ops.tiles.staged_rows import out_tokens, staged
-from terrazzo.ops.w4ax import problem
-from terrazzo.ops.w4ax.block_loop import loop_macro, registers_of
-from terrazzo.ops.w4ax.epilogue import store_macros
-from terrazzo.ops.w4ax.problem import UNIT_K, UNIT_WORDS, Gemm
 from terrazzo.schedules.stream_k import StreamK
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS

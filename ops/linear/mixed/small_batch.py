@@ -11,6 +11,8 @@ added in order: the same bits in every run.
 from collections.abc import Callable
 from types import SimpleNamespace
 
+from terrazzo.ops.linear.mixed import problem
+from terrazzo.ops.linear.mixed.problem import UNIT_K, UNIT_WORDS, Gemm
 from terrazzo.ops.tiles.calls import lds32, lds64, lds128, mma
 from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
@@ -26,8 +28,6 @@ from terrazzo.ops.tiles.resident import (
     x_bytes,
 )
 from terrazzo.ops.tiles.resident_pipeline import nothing, walk_macro
-from terrazzo.ops.w4ax import problem
-from terrazzo.ops.w4ax.problem import UNIT_K, UNIT_WORDS, Gemm
 from terrazzo.schedules.clusters import PAIR
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS

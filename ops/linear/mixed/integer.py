@@ -18,6 +18,8 @@ from types import SimpleNamespace
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.linear.bytes.forms import form_of
 from terrazzo.ops.linear.bytes.stages import consumer_macros, fill_macros
+from terrazzo.ops.linear.mixed.epilogue import store_macros
+from terrazzo.ops.linear.mixed.problem import UNIT_K, UNIT_WORDS, Gemm, byte_gemm
 from terrazzo.ops.tiles.calls import copy16, lds64, lds128, opaque, tma_tile, wg_sync
 from terrazzo.ops.tiles.pipeline import role_macros
 from terrazzo.ops.tiles.primitives import prelude
@@ -36,8 +38,6 @@ from terrazzo.ops.tiles.scheduler import (
 )
 from terrazzo.ops.tiles.shares import finish_macros, share_macros, spare_registers
 from terrazzo.ops.tiles.staged_rows import out_tokens, staged
-from terrazzo.ops.w4ax.epilogue import store_macros
-from terrazzo.ops.w4ax.problem import UNIT_K, UNIT_WORDS, Gemm, byte_gemm
 from terrazzo.schedules import forms
 from terrazzo.schedules.stream_k import StreamK
 

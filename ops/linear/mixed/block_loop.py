@@ -8,8 +8,8 @@ f32 and scaled behind the wgmmas of the next one. `halves`: a block is multiplie
 from collections.abc import Callable
 from types import SimpleNamespace
 
+from terrazzo.ops.linear.mixed.problem import BLOCK_WORDS, SCALES, UNIT_K
 from terrazzo.ops.tiles.calls import lds32, lds64, lds128, syncwarp, turn_pass, turn_wait, wgmma
-from terrazzo.ops.w4ax.problem import BLOCK_WORDS, SCALES, UNIT_K
 from terrazzo.schedules import forms
 from terrazzo.schedules.stream_k import StreamK
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from terrazzo.layouts.converters import Converter, get_converter
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.linear.bytes import problem as w4a8_problem
-from terrazzo.ops.w4ax.scales import OUT_DTYPES
+from terrazzo.ops.linear.mixed.scales import OUT_DTYPES
 
 UNIT_K = 128  # channels of a block, which is what a ring stage holds
 UNIT_WORDS = 1056  # int32 of 64 rows by 128 channels: codes, then a bfloat16 for each row

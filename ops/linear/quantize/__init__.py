@@ -1,0 +1,1 @@
+"""Kernels that quantize activations for products: the package has modules only."""
