@@ -6,7 +6,7 @@ from terrazzo.ops.products import codes, planes
 from terrazzo.ops.products.product import EVERYWHERE, Product, Programs
 from terrazzo.ops.products.ways import MIXED
 
-_INTEGER = ("terrazzo.ops.w4ax.integer:build",)
+_INTEGER = ("terrazzo.ops.linear.mixed.integer:build",)
 
 W4AX = Product(
     record="w4ax",
@@ -14,13 +14,13 @@ W4AX = Product(
     x=MIXED,
     layout="w4a8_wgmma",
     programs=(
-        Programs("mma.s4", (), ("terrazzo.ops.w4ax.persistent:build",), layout="w4a4_mma"),
+        Programs("mma.s4", (), ("terrazzo.ops.linear.mixed.persistent:build",), layout="w4a4_mma"),
         Programs(
             "wgmma.s8",
-            ("terrazzo.ops.w4ax.small_batch:build",),
+            ("terrazzo.ops.linear.mixed.small_batch:build",),
             _INTEGER,
             _INTEGER,
-            {"block": ("terrazzo.ops.w4ax.stream_k:build",)},
+            {"block": ("terrazzo.ops.linear.mixed.stream_k:build",)},
         ),
     ),
     planes=planes.MIXED,
