@@ -99,18 +99,19 @@ def check(o: argparse.Namespace) -> None:
 
 def attention_kind(o: argparse.Namespace) -> Any:
     """What our backend is asked for by the model's layers."""
-    from terrazzo.integrations.vllm import attention_core as core
+    from terrazzo.integrations.engines.attention import PAGE, Kind
+    from terrazzo.integrations.vllm.names import CACHES
 
     c = engine_model.SHAPES[o.shape]
-    return core.Kind(
-        core.layout_of(o.kv_cache_dtype, o.dtype, c["head_dim"]), c["num_attention_heads"] // o.ranks,
-        c["num_key_value_heads"] // o.ranks, core.PAGE, o.dtype,
+    return Kind(
+        CACHES.layout_of(o.kv_cache_dtype, o.dtype, c["head_dim"]), c["num_attention_heads"] // o.ranks,
+        c["num_key_value_heads"] // o.ranks, PAGE, o.dtype,
     )  # fmt: skip
 
 
 def wanted(o: argparse.Namespace) -> list[Any]:
-    """What vLLM asks of the model's layers on each of `ranks` GPUs, as `integrations.vllm` sees it."""
-    from terrazzo.integrations.vllm.weights import Wanted
+    """What vLLM asks of the model's layers on each of `ranks` GPUs, as `integrations.engines` sees it."""
+    from terrazzo.integrations.engines.weights import Wanted
 
     c = engine_model.SHAPES[o.shape]
     hidden, dim, heads, kv = (
@@ -139,7 +140,7 @@ def wanted(o: argparse.Namespace) -> list[Any]:
 def compile_kernels(o: argparse.Namespace) -> None:
     """Into the cache, for the GPU that is here, else for an H100."""
     import torch
-    from terrazzo.integrations.vllm import kernels
+    from terrazzo.integrations.engines import kernels
     from terrazzo.lowering.parallel import compile_many
     from terrazzo.lowering.targets import Target
 

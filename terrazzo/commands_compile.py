@@ -281,12 +281,12 @@ def _of_engine(model: Any, at: Target, options: dict[str, Any]) -> dict[Any, Non
     """Kernels of attention over caches of vLLM."""
     if not options["caches"]:
         return {}
-    from terrazzo.integrations.vllm.attention_core import model_requests
+    from terrazzo.integrations.vllm.names import CACHES
 
     if model.architecture is None:
         raise click.UsageError(f"--kv-cache-dtype: {model.name} does not say what heads it has")
     facts = dict(ranks=options["tensor_parallel"], most_rows=max(options["q_lens"]))
-    found = [model_requests(model.architecture, name, model.dtype, at, **facts) for name in options["caches"]]
+    found = [CACHES.model_requests(model.architecture, name, model.dtype, at, **facts) for name in options["caches"]]
     return dict.fromkeys(request for requests in found for request in requests)
 
 

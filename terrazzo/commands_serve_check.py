@@ -21,7 +21,7 @@ def serve_check(folder: Path, target: str | None, tensor_parallel: int, as_json:
     Layers are named as vLLM joins them: qkv, gate_up, all experts of a layer. Embeddings, norms and the head are vLLM's
     own; attention and its cache too, unless --attention-backend CUSTOM asks for ours.
     """
-    from terrazzo.integrations.vllm.check import caches, check
+    from terrazzo.integrations.vllm.names import CHECKER
     from terrazzo.lowering.errors import TargetError
     from terrazzo.lowering.targets import Target
 
@@ -31,7 +31,7 @@ def serve_check(folder: Path, target: str | None, tensor_parallel: int, as_json:
         if target is not None:
             raise
         at = Target.parse("sm_90a")
-    rows, held = check(folder, at, tensor_parallel), caches(folder, at)
+    rows, held = CHECKER.check(folder, at, tensor_parallel), CHECKER.cache_refusals(folder, at)
     ours = sum(row.count for row in rows if row.operator)
     every = sum(row.count for row in rows)
     if as_json:

@@ -77,7 +77,7 @@ def test_the_readme_begins_with_three_lines():
 def test_the_container_file_copies_what_there_is_and_compiles_what_a_config_states(tmp_path, capsys, monkeypatch):
     """No container engine is needed: its own words are run as far as they are ours."""
     from terrazzo.cli import main
-    from terrazzo.integrations.vllm.settings import Settings
+    from terrazzo.integrations.engines.settings import Settings
 
     text = (ROOT / "examples" / "Containerfile").read_text()
     copied = [path for line in re.findall(r"^COPY (?!--from)(.*) /src", text, re.MULTILINE) for path in line.split()]

@@ -1,22 +1,21 @@
 """Attention over our pages as a backend of vLLM: `--attention-backend CUSTOM`, what all releases share.
 
-vLLM's classes around `attention_core`. A backend says what is taken and how many bytes a page has, an implementation
+vLLM's classes around `engines.attention`. A backend says what is taken and how many bytes a page has, an implementation
 belongs to a layer, and a builder makes the metadata of a step for layers that share pages.
 """
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from terrazzo.integrations.vllm import attention_core as core
-from terrazzo.integrations.vllm import linear
-from terrazzo.integrations.vllm.attention_core import Kind, Layer, Step
-from terrazzo.integrations.vllm.kernels import lacking
+from terrazzo.integrations.engines import attention as core
+from terrazzo.integrations.engines.attention import Kind, Layer, Step
+from terrazzo.integrations.engines.kernels import lacking
+from terrazzo.integrations.vllm.engine import VLLM
+from terrazzo.integrations.vllm.names import CACHES
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.lowering.kernels import get_kernel
 from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -26,8 +25,6 @@ from vllm.v1.attention.backend import (
     AttentionType,
     MultipleOf,
 )
-
-_log = logging.getLogger("vllm.terrazzo")
 
 
 def speculated() -> int:
@@ -85,7 +82,7 @@ class Backend(AttentionBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        return linear.declined_here(linear.settings()) is None
+        return VLLM.declined_here(VLLM.settings()) is None
 
     @classmethod
     def supports_combination(
@@ -101,16 +98,16 @@ class Backend(AttentionBackend):
         device_capability: Any,
     ) -> str | None:
         """The reason in words, also where no kernel could be had."""
-        how = linear.settings()
-        reason = linear.declined_here(how)
+        how = VLLM.settings()
+        reason = VLLM.declined_here(how)
         if reason is not None:
             return reason
         name = str(dtype).removeprefix("torch.")
-        at = linear.target()
-        reason = core.refusal(kv_cache_dtype, name, head_size, block_size, sinks=has_sink, target=at)
+        at = VLLM.target()
+        reason = CACHES.refusal(kv_cache_dtype, name, head_size, block_size, sinks=has_sink, target=at)
         if reason is None and at is not None and not how.strict:
-            layout = core.layout_of(kv_cache_dtype or "auto", name, head_size)
-            linear.compiling(how)  # its bundle is loaded
+            layout = CACHES.layout_of(kv_cache_dtype or "auto", name, head_size)
+            VLLM.compiling(how)  # its bundle is loaded
             reason = lacking(Kind(layout, 1, 1, block_size or core.PAGE, name, sinks=has_sink).requests(at))
         return reason
 
@@ -153,15 +150,15 @@ class Implementation(AttentionImpl):
         self.sliding_window, self.kv_cache_dtype, self.attn_type = sliding_window, kv_cache_dtype, attn_type
         self.kv_sharing_target_layer_name, self.sinks = kv_sharing_target_layer_name, sinks
         config, dtype = get_current_vllm_config_or_none(), str(torch.get_default_dtype()).removeprefix("torch.")
-        self.how = linear.settings()
+        self.how = VLLM.settings()
         self.kind = Kind(
-            core.layout_of(kv_cache_dtype, dtype, head_size), num_heads, self.num_kv_heads, page_of(config), dtype,
+            CACHES.layout_of(kv_cache_dtype, dtype, head_size), num_heads, self.num_kv_heads, page_of(config), dtype,
             window=sliding_window or 0, softcap=float(logits_soft_cap or 0.0), sinks=sinks is not None,
             most_length=config.model_config.max_model_len, most_rows=min(1 + speculated(), core.MOST_ROWS),
         )  # fmt: skip
         self.layer = Layer(self.kind, self.scale)
-        if (at := linear.target()) is not None:
-            linear.compiling(self.how).want(self.kind.requests(at))
+        if (at := VLLM.target()) is not None:
+            VLLM.compiling(self.how).want(self.kind.requests(at))
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Sinks are loaded only now."""
@@ -237,7 +234,8 @@ class Builder(AttentionMetadataBuilder[Step]):
         self.kind = next(iter(kinds))
         if device.type == "cuda":
             for kind in kinds:
-                prepare(kind, layers[layer_names[0]].impl.how, vllm_config.scheduler_config.max_num_seqs, device)
+                how = layers[layer_names[0]].impl.how
+                VLLM.hold_attention(kind, how, vllm_config.scheduler_config.max_num_seqs, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step:
         found = common_attn_metadata
@@ -245,21 +243,3 @@ class Builder(AttentionMetadataBuilder[Step]):
             self.kind, found.query_start_loc, found.query_start_loc_cpu.tolist(), found.seq_lens,
             found.block_table_tensor, found.max_seq_len, found.num_actual_tokens,
         )  # fmt: skip
-
-
-_prepared: set[tuple] = set()
-
-
-def prepare(kind: Kind, how: Any, sequences: int, device: torch.device) -> None:
-    """Wait for the kernels of a kind, load them, and launch those that CUDA graphs will hold."""
-    if (kind, device) in _prepared:
-        return
-    _prepared.add((kind, device))
-    at = linear.target()
-    found, compiling = kind.requests(at), linear.compiling(how)
-    compiling.want(found)
-    compiling.wait(found)
-    for request in found:
-        get_kernel(request)
-    core.warm(kind, sequences, device)
-    _log.info("terrazzo: %d attention kernels are ready for %s", len(found), kind.layout.identity)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.integrations.vllm import attention
-from terrazzo.integrations.vllm.attention_core import content
+from terrazzo.integrations.vllm.names import CACHES
 
 
 class TerrazzoBackend(attention.Backend):
@@ -13,4 +13,4 @@ class TerrazzoBackend(attention.Backend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        return num_blocks, num_kv_heads, block_size, content(cache_dtype_str, head_size)
+        return num_blocks, num_kv_heads, block_size, CACHES.content(cache_dtype_str, head_size)

@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from terrazzo.integrations.vllm import attention
-from terrazzo.integrations.vllm.attention_core import content
-from terrazzo.integrations.vllm.settings import OWN_CACHE
+from terrazzo.integrations.vllm.names import CACHES, OWN_CACHE
 from vllm.v1.kv_cache_interface import KVQuantMode
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -30,7 +29,7 @@ class TerrazzoBackend(attention.Backend):
         name = NAMES.get((spec.kv_quant_mode, spec.dtype))
         if spec.state_content_bytes is not None or name is None:
             return spec
-        return replace(spec, state_content_bytes=content(name, spec.head_size))
+        return replace(spec, state_content_bytes=CACHES.content(name, spec.head_size))
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:

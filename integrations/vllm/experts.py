@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
-from terrazzo.integrations.vllm import kernels, weights
-from terrazzo.integrations.vllm.linear import captured, compiling, declined, most_tokens, once, settings, target
-from terrazzo.integrations.vllm.settings import Settings
-from terrazzo.integrations.vllm.weights import Stored, Wanted
+from terrazzo.integrations.engines import kernels, weights
+from terrazzo.integrations.engines.experts import Form, moved
+from terrazzo.integrations.engines.settings import Settings
+from terrazzo.integrations.engines.weights import Wanted
+from terrazzo.integrations.vllm.engine import VLLM
 from terrazzo.nn import glue, products
 from terrazzo.nn.experts import Experts
+from terrazzo.ops.grouped import GroupedWeight
 from vllm.model_executor.layers.fused_moe import moe_permute_unpermute as sorting
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import FusedMoeWeightScaleSupported, RoutedExperts
@@ -29,26 +31,6 @@ ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_tanh"}
 """vLLM's name of a gated activation -> key of `nn.glue.ACTIVATIONS`."""
 
 
-@dataclass(frozen=True)
-class Form:
-    """How a checkpoint stores experts.
-
-    Attributes:
-        convention: "awq", "gptq", "packed" (compressed-tensors, words) or "bytes" (compressed-tensors, int8).
-        group_size: -1 is one group. zero_points: whether there are some. activations: key of `weights.ACTIVATIONS`.
-    """
-
-    convention: str
-    group_size: int
-    zero_points: bool = False
-    activations: str = "16"
-
-    @property
-    def weight(self) -> str:
-        """vLLM's name of the stored type."""
-        return "int4" if self.convention == "bytes" else "uint4" if self.zero_points else "uint4b8"
-
-
 class TerrazzoExpertsMethod(FusedMoEMethodBase):
     """Experts without expert parallelism; shared experts, routing and the sum over ranks stay vLLM's."""
 
@@ -60,16 +42,8 @@ class TerrazzoExpertsMethod(FusedMoEMethodBase):
     @staticmethod
     def wanted(moe: Any, form: Form) -> tuple[Wanted, Wanted]:
         """(gate and up, down) of this rank."""
-        hidden, inner, experts = moe.hidden_dim, moe.intermediate_size_per_partition, moe.num_local_experts
-        facts = dict(
-            zero_points=form.zero_points, act_order=False, dtype=str(moe.in_dtype).removeprefix("torch."),
-            activations=form.activations, weight=form.weight, experts=experts,
-        )  # fmt: skip
-        group = lambda k: k if form.group_size == -1 else form.group_size
-        return (
-            Wanted(n=2 * inner, k=hidden, full_k=hidden, group_size=group(hidden), **facts),
-            Wanted(n=hidden, k=inner, full_k=moe.intermediate_size, group_size=group(inner), **facts),
-        )
+        sizes = (moe.hidden_dim, moe.intermediate_size_per_partition, moe.intermediate_size, moe.num_local_experts)
+        return form.wanted(*sizes, str(moe.in_dtype).removeprefix("torch."))
 
     def create_weights(
         self,
@@ -82,57 +56,41 @@ class TerrazzoExpertsMethod(FusedMoEMethodBase):
     ) -> None:
         """Parameters with the names and sides of the checkpoint, which vLLM's loader fills."""
         form, inner = self.form, intermediate_size_per_partition
-        turned = form.convention in ("awq", "gptq")  # input features first
-        one = form.group_size == -1
-        scale = FusedMoeWeightScaleSupported.CHANNEL if one else FusedMoeWeightScaleSupported.GROUP
-        loads = dict(attributes, is_transposed=turned, quant_method=scale.value)
+        scale = FusedMoeWeightScaleSupported.CHANNEL if form.group_size == -1 else FusedMoeWeightScaleSupported.GROUP
+        loads = dict(attributes, is_transposed=form.turned, quant_method=scale.value)
 
-        def add(name: str, n: int, k: int, dtype: torch.dtype) -> None:
-            made = torch.zeros(num_experts, *((k, n) if turned else (n, k)), dtype=dtype)
-            parameter = torch.nn.Parameter(made, requires_grad=False)
-            layer.register_parameter(name, parameter)
-            set_weight_attrs(parameter, loads)
+        def add(name: str, shape: tuple[int, ...], dtype: torch.dtype, marks: dict[str, Any]) -> None:
+            made = torch.nn.Parameter(torch.zeros(num_experts, *shape, dtype=dtype), requires_grad=False)
+            layer.register_parameter(name, made)
+            set_weight_attrs(made, marks)
 
         for part, n, k in (("w13", 2 * inner, hidden_size), ("w2", hidden_size, inner)):
-            groups = 1 if one else k // form.group_size
-            if form.convention == "bytes":
-                add(f"{part}_weight", n, k, torch.int8)
-            elif form.convention == "awq":
-                add(f"{part}_qweight", n // 8, k, torch.int32)
-            else:
-                add(f"{part}_{'qweight' if turned else 'weight_packed'}", n, k // 8, torch.int32)
-            add(f"{part}_{'scales' if turned else 'weight_scale'}", n, groups, params_dtype)
-            if turned or form.zero_points:
-                add(f"{part}_{'qzeros' if turned else 'weight_zero_point'}", n // 8, groups, torch.int32)
-            extra = {"gptq": [("g_idx", (k,))], "packed": [("weight_shape", (2,))]}.get(form.convention, [])
+            for name, shape, dtype in form.tensors(n, k, params_dtype):
+                add(f"{part}_{name}", shape, dtype, loads)
+            for name, shape in form.beside(k).items():
+                add(f"{part}_{name}", shape, torch.int32, attributes)
             if self.moe.has_bias:
-                extra = [*extra, ("bias", (n,))]
-            for name, shape in extra:
-                dtype = params_dtype if name == "bias" else torch.int32
-                made = torch.nn.Parameter(torch.zeros(num_experts, *shape, dtype=dtype), requires_grad=False)
-                layer.register_parameter(f"{part}_{name}", made)
-                set_weight_attrs(made, attributes)
-        if (at := target()) is not None:
+                add(f"{part}_bias", (n,), params_dtype, attributes)
+        if (at := VLLM.target()) is not None:
             for each in self.wanted(self.moe, form):
-                more = (not form.zero_points, self.moe.has_bias, most_tokens(), at, self.moe.experts_per_token)
-                compiling(self.how).want(kernels.requests_of(each, *more))
-            compiling(self.how).want(self._gates(each.operator))
+                more = (not form.zero_points, self.moe.has_bias, VLLM.most_tokens(), at, self.moe.experts_per_token)
+                VLLM.compiling(self.how).want(kernels.requests_of(each, *more))
+            VLLM.compiling(self.how).want(self._gates(each.operator))
 
-    def _gates(self, operator: str) -> list:
+    def _gates(self, operator: str) -> kernels.Requests:
         moe, dtype = self.moe, str(self.moe.in_dtype).removeprefix("torch.")
         name = glue.OPERATOR_NAMES[ACTIVATIONS[moe.activation.value]]
-        picks = most_tokens() * moe.experts_per_token
-        return kernels.gate_requests(moe.intermediate_size_per_partition, operator, name, dtype, picks, target())
+        picks = VLLM.most_tokens() * moe.experts_per_token
+        return kernels.gate_requests(moe.intermediate_size_per_partition, operator, name, dtype, picks, VLLM.target())
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         packed = []
         for part, wanted in zip(("w13", "w2"), self.wanted(self.moe, self.form)):
-            grouped, reason = weights.pack_experts(self._stored(layer, part), wanted, self.how.requantize)
+            stored = self.form.stored(lambda name, part=part: getattr(layer, f"{part}_{name}").data)
+            grouped, reason = weights.pack_experts(stored, wanted, self.how.requantize)
             if reason:
-                once(
-                    logging.WARNING,
-                    f"experts of {wanted.operator} run in w4a16, with the weights as they are: {reason}",
-                )
+                said = f"experts of {wanted.operator} run in w4a16, with the weights as they are: {reason}"
+                VLLM.once(logging.WARNING, said)
             if (bias := getattr(layer, f"{part}_bias", None)) is not None:
                 grouped = type(grouped)(replace(grouped.stacked, bias=bias.data))
             packed.append(grouped)
@@ -142,16 +100,6 @@ class TerrazzoExpertsMethod(FusedMoEMethodBase):
         if packed[0].device.type == "cuda":
             self._prepare(packed)
 
-    def _stored(self, layer: RoutedExperts, part: str) -> Stored:
-        get = lambda name: getattr(layer, f"{part}_{name}").data
-        if self.form.convention == "awq":
-            return weights.from_awq(get("qweight"), get("scales"), get("qzeros") if self.form.zero_points else None)
-        if self.form.convention == "gptq":
-            return weights.from_gptq(get("qweight"), get("scales"))
-        zeros = get("weight_zero_point").flatten(0, 1) if self.form.zero_points else None
-        codes = get("weight" if self.form.convention == "bytes" else "weight_packed")
-        return Stored(codes.flatten(0, 1), get("weight_scale").flatten(0, 1), zeros)
-
     @staticmethod
     def _free(layer: RoutedExperts, part: str) -> None:
         """What is packed now; the names stay, of which vLLM asks for a layer's device."""
@@ -159,24 +107,17 @@ class TerrazzoExpertsMethod(FusedMoEMethodBase):
             if name.startswith(f"{part}_"):
                 layer.register_parameter(name, torch.nn.Parameter(old.data.new_empty(0), requires_grad=False))
 
-    def _prepare(self, packed: list) -> None:
-        """As `linear.prepare`, for both products."""
-        dtype = str(self.moe.in_dtype).removeprefix("torch.")
-        for grouped in packed:
-            facts = (dtype, self.moe.has_bias, most_tokens(), target(), len(grouped), self.moe.experts_per_token)
-            found = kernels.requests_of_packed(grouped.stacked, *facts)
-            found += self._gates(weights.family_of(grouped.stacked))
-            compiling(self.how).want(found)
-            compiling(self.how).wait(found)
-        top_k, device = self.moe.experts_per_token, packed[0].device
-        key = tuple((weights.facts_of(g.stacked), len(g)) for g in packed)
-        if key in _launched:
-            return
-        _launched.add(key)
-        for m in {*captured(), 1}:
-            x = torch.zeros(m, packed[0].k, dtype=self.moe.in_dtype, device=device)
-            ids = torch.arange(m * top_k, device=device).view(m, top_k) % len(packed[0])
-            routed(self.experts, x, ids, torch.ones(m, top_k, device=device))
+    def _prepare(self, packed: list[GroupedWeight]) -> None:
+        """Kernels of both products, compiled and launched."""
+        moe, device = self.moe, packed[0].device
+
+        def launch(m: int) -> None:
+            x = torch.zeros(m, packed[0].k, dtype=moe.in_dtype, device=device)
+            ids = torch.arange(m * moe.experts_per_token, device=device).view(m, -1) % len(packed[0])
+            routed(self.experts, x, ids, torch.ones(ids.shape, device=device))
+
+        facts = (str(moe.in_dtype).removeprefix("torch."), moe.has_bias, moe.experts_per_token)
+        VLLM.hold_experts(packed, self.how, self._gates, launch, facts)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         """Of vLLM's modular kernels, which are not used."""
@@ -219,16 +160,6 @@ def routed(experts: Experts, x: torch.Tensor, ids: torch.Tensor, gates: torch.Te
     return out
 
 
-def moved(made: Any, q: torch.Tensor, tokens: torch.Tensor) -> Any:
-    """Quantized activations of sorted rows: codes `q` that are sorted already, and what else belongs to `tokens`."""
-    held = {name: getattr(made, name) for name in ("scales", "row_sums", "zeros")}
-    sorted_ = {name: each.index_select(0, tokens) for name, each in held.items() if each is not None}
-    return replace(made, q=q.view(made.q.dtype), **sorted_, shape=(len(tokens), made.k))
-
-
-_launched: set[tuple] = set()
-
-
 def refusal(layer: RoutedExperts, form: Form, how: Settings) -> str | None:
     """Why experts are left to vLLM, None if they are taken."""
     moe = layer.moe_config
@@ -247,7 +178,7 @@ def refusal(layer: RoutedExperts, form: Form, how: Settings) -> str | None:
         return "the router's weights are applied to the input"
     if any(getattr(moe, name, None) is not None for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta")):
         return "an activation with limits"
-    found = (declined(wanted, how) for wanted in TerrazzoExpertsMethod.wanted(moe, form))
+    found = (VLLM.declined(wanted, how) for wanted in TerrazzoExpertsMethod.wanted(moe, form))
     return next((reason for reason in found if reason is not None), None)
 
 
@@ -255,12 +186,12 @@ def method_for(layer: Any, form: Form | None, prefix: str) -> TerrazzoExpertsMet
     """Ours for a layer of experts in a known form, None for all others."""
     if form is None or not isinstance(layer, RoutedExperts):
         return None
-    how = settings()
+    how = VLLM.settings()
     reason = refusal(layer, form, how)
     if reason is not None:
-        once(logging.INFO, f"experts stay with vLLM's own kernels: {reason}")
+        VLLM.once(logging.INFO, f"experts stay with vLLM's own kernels: {reason}")
         return None
-    once(logging.INFO, f"experts run on terrazzo ({form.convention}, activations {form.activations})")
+    VLLM.once(logging.INFO, f"experts run on terrazzo ({form.convention}, activations {form.activations})")
     return TerrazzoExpertsMethod(layer.moe_config, form, how)
 
 
@@ -329,7 +260,7 @@ def _asking(original: type, form_of: Callable[[Any, Any, str], Form | None]) -> 
     def _is_fp8_w4a8(weight_quant: Any, input_quant: Any) -> bool:
         """On Hopper vLLM takes int8 activations for e4m3 ones here; ours are what the checkpoint states."""
         states_int = input_quant is not None and getattr(input_quant.type, "value", input_quant.type) == "int"
-        return original._is_fp8_w4a8(weight_quant, input_quant) and not (states_int and settings().linear)
+        return original._is_fp8_w4a8(weight_quant, input_quant) and not (states_int and VLLM.settings().linear)
 
     names = dict(get_quant_method=get_quant_method, terrazzo_form_of=staticmethod(form_of), __doc__=original.__doc__)
     if hasattr(original, "_is_fp8_w4a8"):

@@ -6,27 +6,27 @@ import logging
 from typing import Any
 
 import torch
-from terrazzo.integrations.vllm import kernels, weights
-from terrazzo.integrations.vllm.linear import declined_here, hold, once, put_first, settings, target, uncompiled
-from terrazzo.integrations.vllm.weights import Wanted
+from terrazzo.integrations.engines import kernels, weights
+from terrazzo.integrations.engines.weights import Facts, Wanted
+from terrazzo.integrations.vllm.engine import VLLM, put_first
 from terrazzo.lowering.errors import ArgumentError
 from vllm.model_executor.kernels import linear as engine
 
 
 def _supported() -> tuple[bool, str | None]:
     """Whether this process's device is one of ours; layers of all sizes are, and vLLM asks before it knows them."""
-    how = settings()
-    reason = "additional_config.terrazzo.linear is false" if not how.linear else declined_here(how)
-    if reason is None and target() is not None and how.bundle is None:
+    how = VLLM.settings()
+    reason = "additional_config.terrazzo.linear is false" if not how.linear else VLLM.declined_here(how)
+    if reason is None and VLLM.target() is not None and how.bundle is None:
         layer = Wanted(4096, 4096, 4096, 128, False, False, "bfloat16", "16", "uint4b8")
-        reason = uncompiled(how, kernels.requests_of(layer, True, False, 1, target()))
+        reason = VLLM.uncompiled(how, kernels.requests_of(layer, True, False, 1, VLLM.target()))
     return reason is None, reason
 
 
 class TerrazzoMxFp4LinearKernel(engine.MxFp4LinearKernel):
     """MXFP4 layers of compressed-tensors: e2m1 codes, a power of two for each 32 input channels."""
 
-    facts: tuple = ()
+    facts: Facts = ()
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -35,14 +35,14 @@ class TerrazzoMxFp4LinearKernel(engine.MxFp4LinearKernel):
     @classmethod
     def can_implement(cls, config: Any) -> tuple[bool, str | None]:
         if getattr(config, "activation_quant_key", None) is not None:
-            once(logging.INFO, "activations of MXFP4 layers stay in 16 bits")
+            VLLM.once(logging.INFO, "activations of MXFP4 layers stay in 16 bits")
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         from terrazzo.ops import mxfp4
 
         packed = mxfp4.pack(weights.nibbles_of(layer.weight.data), layer.weight_scale.data)
-        self.facts = hold(layer, ("weight", "weight_scale"), packed, layer.params_dtype)
+        self.facts = VLLM.hold(layer, ("weight", "weight_scale"), packed, layer.params_dtype)
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return weights.product(x, layer.weight, layer.weight_scale, bias, self.facts)
@@ -51,7 +51,7 @@ class TerrazzoMxFp4LinearKernel(engine.MxFp4LinearKernel):
 class TerrazzoFp8WeightLinearKernel(engine.FP8ScaledMMLinearKernel):
     """FP8 layers whose activations have 16 bits: scales of rows, or of blocks of 128 x 128."""
 
-    facts: tuple = ()
+    facts: Facts = ()
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -69,7 +69,7 @@ class TerrazzoFp8WeightLinearKernel(engine.FP8ScaledMMLinearKernel):
         codes = layer.weight.data if blocks else layer.weight.data.t()  # input features first
         packed = fp8.pack(codes.contiguous(), getattr(layer, name).data.float())
         self.names = ("weight", name)
-        self.facts = hold(layer, self.names, packed, layer.orig_dtype)
+        self.facts = VLLM.hold(layer, self.names, packed, layer.orig_dtype)
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         words, params = (getattr(layer, name) for name in self.names)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from terrazzo.integrations.vllm import linear, v0_26
-from terrazzo.integrations.vllm.settings import OWN_CACHE
+from terrazzo.integrations.vllm.names import OWN_CACHE
 
 
 class Int8Int4:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from terrazzo.integrations.vllm import attention_core as core
-from terrazzo.integrations.vllm.attention_core import Kind
+from terrazzo.integrations.engines import attention as core
+from terrazzo.integrations.engines.attention import Kind
+from terrazzo.integrations.vllm.names import CACHES, OWN_CACHE
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 
@@ -34,13 +35,13 @@ REQUESTS = int(os.environ.get("TERRAZZO_TEST_REQUESTS", "1000"))
 
 
 def kind(cache: str, dtype: str = "bfloat16", **more: Any) -> Kind:
-    return Kind(core.layout_of(cache, dtype, 128), 8, 2, core.PAGE, dtype, most_length=2048, **more)
+    return Kind(CACHES.layout_of(cache, dtype, 128), 8, 2, core.PAGE, dtype, most_length=2048, **more)
 
 
 KINDS = {
     "int4": (kind("int4_per_token_head"), {}),
     "int8, windows, soft caps": (kind("int8_per_token_head", window=100, softcap=20.0), {}),
-    "int8 and int4": (kind(core.OWN_CACHE, "float16"), dict(padded=True)),
+    "int8 and int4": (kind(OWN_CACHE, "float16"), dict(padded=True)),
     "bfloat16": (kind("bfloat16"), {}),
     "int4, speculated": (kind("int4_per_token_head", "float16", most_rows=4), dict(speculate=4, padded=True)),
     "int8, ragged": (kind("int8_per_token_head", most_rows=4), dict(speculate=4, ragged=True)),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from terrazzo.integrations.vllm.attention_core import Kind, Layer, step_of
+from terrazzo.integrations.engines.attention import Kind, Layer, step_of
 
 VOCABULARY = 97
 

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from terrazzo.integrations import vllm as plugin
-from terrazzo.integrations.vllm import kernels, weights
-from terrazzo.integrations.vllm.check import check
-from terrazzo.integrations.vllm.settings import Settings
-from terrazzo.integrations.vllm.weights import Stored, Wanted
+from terrazzo.integrations.engines import kernels, weights
+from terrazzo.integrations.engines.settings import Settings
+from terrazzo.integrations.engines.weights import Stored, Wanted
+from terrazzo.integrations.vllm.names import CHECKER
 from terrazzo.lowering.errors import ArgumentError, BundleError, CompileError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import w4a8, w4a16
@@ -246,9 +246,9 @@ def test_kernels_are_compiled_for_the_activations_that_a_config_states(engine, l
         ({"Linear": scheme("int"), "re:.*down": scheme("float")}, "16"),
     ):
         engine.config.quant_config = SimpleNamespace(target_scheme_map=schemes)
-        assert linear._likely(LAYER).activations == expected
+        assert linear.VLLM.likely(LAYER).activations == expected
     engine.config = None
-    assert linear._likely(LAYER) == LAYER
+    assert linear.VLLM.likely(LAYER) == LAYER
 
 
 def test_activations_of_another_kind_stay_in_16_bits(kernel):
@@ -418,7 +418,7 @@ def test_kernels_are_compiled_once_and_waited_for(monkeypatch, tmp_path, caplog)
     monkeypatch.setattr(kernels, "is_ready", lambda request: False)
     found = kernels.requests_of(LAYER, True, False, 8, H100)
     compiling = kernels.Compiling(Settings())
-    with caplog.at_level(logging.INFO, "vllm.terrazzo"):
+    with caplog.at_level(logging.INFO, "terrazzo"):
         compiling.want(found)
         compiling.want(found)
     assert compiling.pool.todo == found and caplog.text.count("compiling") == 1
@@ -433,10 +433,9 @@ def test_kernels_are_compiled_once_and_waited_for(monkeypatch, tmp_path, caplog)
 
 
 def test_without_a_compiler_only_what_is_compiled_is_taken(engine, linear, kernel, monkeypatch, caplog):
-    monkeypatch.setattr(linear, "target", lambda: H100)
+    monkeypatch.setattr(linear.VLLM, "target", lambda: H100)
     monkeypatch.setattr(kernels, "CompilePool", FakePool)
     monkeypatch.setattr(kernels, "compiler", lambda: SimpleNamespace(missing=("tilelang",)))
-    linear.compiling.cache_clear()
     ready = False
     monkeypatch.setattr(kernels, "is_ready", lambda request: ready)
     with caplog.at_level(logging.WARNING, "vllm.terrazzo"):
@@ -445,7 +444,6 @@ def test_without_a_compiler_only_what_is_compiled_is_taken(engine, linear, kerne
     assert "vLLM's own kernels" in caplog.text
     ready = True
     assert kernel.can_implement(config_of(64, 256, "uint4b8")) == (True, None)
-    linear.compiling.cache_clear()
 
 
 def test_strict_compiles_nothing(monkeypatch):
@@ -469,9 +467,9 @@ def test_strict_compiles_nothing(monkeypatch):
 )
 def test_a_folder_says_what_would_run(tmp_path, shape, name, operator, leaves):
     packed, plain = vllm_folders.write(tmp_path, shape, name)
-    rows = check(packed, H100)
+    rows = CHECKER.check(packed, H100)
     assert {row.leaf for row in rows} == leaves and {row.operator for row in rows} == {operator}
     assert [row.count for row in rows] == [2] * 4
-    assert all(row.operator for row in check(packed, Target.parse("sm_80"))), "experts run on mma.sync, too"
-    found = [(row.count, row.operator, "not quantized" in row.reason) for row in check(plain, H100)]
+    assert all(row.operator for row in CHECKER.check(packed, Target.parse("sm_80"))), "experts run on mma.sync, too"
+    found = [(row.count, row.operator, "not quantized" in row.reason) for row in CHECKER.check(plain, H100)]
     assert found == [(2, "", True)] * 4

@@ -15,9 +15,9 @@ import pytest
 import torch
 from terrazzo import cli
 from terrazzo.integrations import vllm as plugin
-from terrazzo.integrations.vllm import attention_core as core
-from terrazzo.integrations.vllm import check
-from terrazzo.integrations.vllm.attention_core import Kind, Split
+from terrazzo.integrations.engines import attention as core
+from terrazzo.integrations.engines.attention import Kind, Split
+from terrazzo.integrations.vllm.names import CACHES, CHECKER, OWN_CACHE
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops.attention.decoding import op
@@ -28,11 +28,11 @@ from benchmarks.engine_model import write_config
 from tests.integrations import paged_engine, vllm_double
 
 H100 = Target.parse("nvidia/nvidia-h100")
-SMALL = Kind(core.layout_of("int4_per_token_head", "float16", 64), 4, 2, 16, "float16", most_length=512)
-KIND_OF_TINY = Kind(core.layout_of("int8_per_token_head", "bfloat16", 64), 4, 2, core.PAGE, "bfloat16")
+SMALL = Kind(CACHES.layout_of("int4_per_token_head", "float16", 64), 4, 2, 16, "float16", most_length=512)
+KIND_OF_TINY = Kind(CACHES.layout_of("int8_per_token_head", "bfloat16", 64), 4, 2, core.PAGE, "bfloat16")
 SIZES = {
     "int4_per_token_head": lambda dim: dim + 8, "int8_per_token_head": lambda dim: 2 * dim + 8,
-    "float16": lambda dim: 4 * dim, "bfloat16": lambda dim: 4 * dim, core.OWN_CACHE: lambda dim: dim + dim // 2 + 8,
+    "float16": lambda dim: 4 * dim, "bfloat16": lambda dim: 4 * dim, OWN_CACHE: lambda dim: dim + dim // 2 + 8,
 }  # fmt: skip
 """Bytes of a token and head in vLLM: codes of keys and of values, and a float32 of scales for each."""
 
@@ -41,14 +41,14 @@ SIZES = {
 @pytest.mark.parametrize("dim", core.HEAD_DIMS)
 @pytest.mark.parametrize("name", SIZES)
 def test_a_token_has_the_bytes_that_vllm_gives_it(name, dim):
-    assert core.token_bytes(core.layout_of(name, "float16", dim)) == SIZES[name](dim)
-    assert core.content(name, dim) * (2 if name.endswith("float16") else 1) == SIZES[name](dim)
+    assert core.token_bytes(CACHES.layout_of(name, "float16", dim)) == SIZES[name](dim)
+    assert CACHES.content(name, dim) * (2 if name.endswith("float16") else 1) == SIZES[name](dim)
 
 
 def test_auto_is_the_dtype_of_the_model():
     for dtype in ("float16", "bfloat16"):
-        assert core.layout_of("auto", dtype, 128) == core.layout_of(dtype, "float16", 128)
-    assert core.content("auto", 128) == 256
+        assert CACHES.layout_of("auto", dtype, 128) == CACHES.layout_of(dtype, "float16", 128)
+    assert CACHES.content("auto", 128) == 256
 
 
 @pytest.mark.parametrize(
@@ -62,16 +62,16 @@ def test_auto_is_the_dtype_of_the_model():
     ],
 )
 def test_what_is_not_taken_has_a_reason(asked, said):
-    assert said in core.refusal(*asked)
+    assert said in CACHES.refusal(*asked)
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90a"])
-@pytest.mark.parametrize("name", core.CACHES)
+@pytest.mark.parametrize("name", CACHES.formats)
 def test_usual_caches_are_taken(name, target):
     dtype = name if name in op.DTYPES else "bfloat16"
     for dim in (64, 128):
-        assert core.refusal(name, dtype, dim, None, sinks=True, target=Target.parse(target)) is None
-        assert core.refusal(name, dtype, dim, 32) is None
+        assert CACHES.refusal(name, dtype, dim, None, sinks=True, target=Target.parse(target)) is None
+        assert CACHES.refusal(name, dtype, dim, 32) is None
 
 
 def test_pages_are_seen_as_words_and_others_refused():
@@ -146,7 +146,7 @@ def test_every_sequence_of_a_random_batch_is_served_once(seed):
 @pytest.mark.parametrize("name", ["int4_per_token_head", "int8_per_token_head", "bfloat16"])
 @pytest.mark.parametrize(("softcap", "sinks", "most_rows"), [(0.0, False, 1), (30.0, True, 4)])
 def test_what_any_step_launches_was_compiled_before(seed, name, softcap, sinks, most_rows):
-    rng, layout = random.Random(seed), core.layout_of(name, "bfloat16", 128)
+    rng, layout = random.Random(seed), CACHES.layout_of(name, "bfloat16", 128)
     kind = Kind(layout, 32, 8, core.PAGE, "bfloat16", softcap=softcap, sinks=sinks, most_rows=most_rows)
     ahead = set(kind.requests(H100))
     assert len(ahead) < 16
@@ -171,10 +171,10 @@ def test_a_bundle_has_a_models_attention(tmp_path, capsys):
         "int8_per_token_head",
         "bfloat16",
     )
-    assert set(core.model_requests(*facts, H100, most_rows=3)) == ahead
-    assert set(core.model_requests(*facts, H100, ranks=2)) == set(replace(KIND_OF_TINY, most_rows=1).requests(H100))
+    assert set(CACHES.model_requests(*facts, H100, most_rows=3)) == ahead
+    assert set(CACHES.model_requests(*facts, H100, ranks=2)) == set(replace(KIND_OF_TINY, most_rows=1).requests(H100))
     with pytest.raises(ArgumentError, match="ranks"):
-        core.model_requests(*facts, H100, ranks=3)
+        CACHES.model_requests(*facts, H100, ranks=3)
     command = ["compile", str(folder), "--target", "nvidia/nvidia-h100", "--kv", "none", "--dry-run", "--json"]
     counts = []
     for more in ([], ["--kv-cache-dtype", "int8_per_token_head", "--q-len", "3"]):
@@ -185,28 +185,28 @@ def test_a_bundle_has_a_models_attention(tmp_path, capsys):
 
 def test_a_folder_says_which_caches_it_may_have(tmp_path, capsys):
     folder = write_config(tmp_path / "model", "tiny-llama", "none", 64, "bfloat16")
-    assert check.caches(folder, H100) == dict.fromkeys(("auto", *core.CACHES), "")
+    assert CHECKER.cache_refusals(folder, H100) == dict.fromkeys(("auto", *CACHES.formats), "")
     assert cli.main(["serve-check", str(folder)]) == 0
     assert "--kv-cache-dtype auto, float16, bfloat16, int8_per_token_head" in capsys.readouterr().out
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | dict(head_dim=96)))
-    assert all("96 dimensions" in reason for reason in check.caches(folder, H100).values())
+    assert all("96 dimensions" in reason for reason in CHECKER.cache_refusals(folder, H100).values())
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
 KINDS = {
     "int4, preempted": (SMALL, dict(pages=8)),
     "int8, windows, soft caps, padded": (
-        Kind(core.layout_of("int8_per_token_head", "bfloat16", 64), 2, 1, 32, "bfloat16", window=20, softcap=5.0,
+        Kind(CACHES.layout_of("int8_per_token_head", "bfloat16", 64), 2, 1, 32, "bfloat16", window=20, softcap=5.0,
              most_length=512),
         dict(pages=7, padded=True),
     ),
     "float16, speculated": (
-        Kind(core.layout_of("auto", "float16", 64), 2, 2, 16, "float16", most_length=512, most_rows=3),
+        Kind(CACHES.layout_of("auto", "float16", 64), 2, 2, 16, "float16", most_length=512, most_rows=3),
         dict(pages=14, speculate=3, padded=True),
     ),
     "int8, ragged": (
-        Kind(core.layout_of("int8_per_token_head", "float16", 64), 2, 1, 16, "float16", most_length=512, most_rows=3),
+        Kind(CACHES.layout_of("int8_per_token_head", "float16", 64), 2, 1, 16, "float16", most_length=512, most_rows=3),
         dict(pages=14, speculate=3, ragged=True),
     ),
 }  # fmt: skip
@@ -259,9 +259,9 @@ def test_the_backend_is_registered_under_custom_by_name_alone(engine, without_ex
     name, _, leaf = path.rpartition(".")
     assert getattr(importlib.import_module(name), leaf) is backend(release)
     known = sys.modules["vllm.config.cache"]
-    assert known.KV_CACHE_DTYPES == ["auto", core.OWN_CACHE] * (release == "v0_33") or release == "v0_26"
+    assert known.KV_CACHE_DTYPES == ["auto", OWN_CACHE] * (release == "v0_33") or release == "v0_26"
     if release == "v0_33":
-        assert known.HANDLERS[core.OWN_CACHE].quant_mode() is vllm_double.KVQuantMode.INT8_PER_TOKEN_HEAD
+        assert known.HANDLERS[OWN_CACHE].quant_mode() is vllm_double.KVQuantMode.INT8_PER_TOKEN_HEAD
 
 
 def test_another_plug_ins_backend_stays(engine, without_experts, caplog):
@@ -292,7 +292,7 @@ def test_specs_of_033_have_our_bytes(engine):
     for mode, dtype, name in (
         (modes.INT8_PER_TOKEN_HEAD, torch.int8, "int8_per_token_head"),
         (modes.INT4_PER_TOKEN_HEAD, torch.uint8, "int4_per_token_head"),
-        (modes.INT8_PER_TOKEN_HEAD, torch.uint8, core.OWN_CACHE),
+        (modes.INT8_PER_TOKEN_HEAD, torch.uint8, OWN_CACHE),
     ):
         assert made.customize_spec(Spec(mode, dtype)).state_content_bytes == SIZES[name](128)
         assert made.customize_spec(Spec(mode, dtype, state_content_bytes=1)).state_content_bytes == 1
@@ -331,7 +331,7 @@ def test_a_step_through_vllms_classes_is_attention_over_what_was_written(engine,
     rng = torch.Generator().manual_seed(3)
     lengths, new = torch.tensor([14, 20], dtype=torch.int32), [1, 5]
     table = torch.tensor([[3, 0], [2, 4]], dtype=torch.int32)
-    kv_cache = torch.zeros(5, 2, 16, core.content("int8_per_token_head", 64), dtype=torch.int8)
+    kv_cache = torch.zeros(5, 2, 16, CACHES.content("int8_per_token_head", 64), dtype=torch.int8)
     past = [torch.randn(34, 2, 64, generator=rng).half() for _ in range(2)]
     slots = [table[b, at // 16].item() * 16 + at % 16 for b in range(2) for at in range(lengths[b])]
     impl.do_kv_cache_update(None, *past, kv_cache, torch.tensor(slots))
@@ -378,8 +378,8 @@ def test_a_backend_without_kernels_declines_unless_it_is_strict(engine, monkeypa
     made = backend("v0_26")
     module = importlib.import_module("terrazzo.integrations.vllm.attention")
     monkeypatch.setattr(module, "lacking", lambda requests: "no kernel here")
-    monkeypatch.setattr(module.linear, "target", lambda: H100)
-    monkeypatch.setattr(module.linear, "compiling", lambda how: None)
+    monkeypatch.setattr(module.VLLM, "target", lambda: H100)
+    monkeypatch.setattr(module.VLLM, "compiling", lambda how: None)
     engine.config.additional_config["terrazzo"] |= dict(strict=strict, bundle="there")
     facts = dict(head_size=128, dtype=torch.bfloat16, kv_cache_dtype="int4_per_token_head", block_size=None)
     facts |= dict(use_mla=False, has_sink=True, use_sparse=False, use_mm_prefix=False, device_capability=None)

@@ -11,8 +11,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from terrazzo.integrations import vllm as plugin
-from terrazzo.integrations.vllm import kernels
-from terrazzo.integrations.vllm.weights import Wanted
+from terrazzo.integrations.engines import kernels
+from terrazzo.integrations.engines.weights import Wanted
 from terrazzo.lowering.errors import ToolchainError
 from terrazzo.lowering.targets import Target
 
@@ -59,7 +59,10 @@ def test_a_whole_environment_registers_without_a_word(install, caplog, version):
     assert vllm_double.AttentionBackendEnum.CUSTOM in vllm_double.OVERRIDES
 
 
-@pytest.mark.parametrize("name", ["safetensors", "numpy", "torch", "terrazzo.integrations.vllm.weights", "vllm.config"])
+OF_OURS = "terrazzo.integrations.engines.weights"
+
+
+@pytest.mark.parametrize("name", ["safetensors", "numpy", "torch", OF_OURS, "vllm.config"])
 def test_a_missing_dependency_is_named_and_vllm_goes_on(install, monkeypatch, caplog, name):
     engine, real = install("0.33.0"), builtins.__import__
 
@@ -69,7 +72,7 @@ def test_a_missing_dependency_is_named_and_vllm_goes_on(install, monkeypatch, ca
         return real(wanted, *args, **options)
 
     for held in list(sys.modules):
-        if held.startswith("terrazzo.integrations.vllm."):
+        if held.startswith(("terrazzo.integrations.vllm.", "terrazzo.integrations.engines.")):
             monkeypatch.delitem(sys.modules, held)
     with monkeypatch.context() as patch:
         patch.setattr(builtins, "__import__", without)
@@ -78,7 +81,7 @@ def test_a_missing_dependency_is_named_and_vllm_goes_on(install, monkeypatch, ca
     if text:  # the others are imported when a layer is taken
         assert f"(ModuleNotFoundError: No module named {name!r})" in text and "VLLM_PLUGINS" in text
         assert engine.kernels[vllm_double.PlatformEnum.CUDA] == MACHETE
-    assert bool(text) == (name in ("torch", "terrazzo.integrations.vllm.weights", "vllm.config"))
+    assert bool(text) == (name in ("torch", OF_OURS, "vllm.config"))
 
 
 def test_a_part_that_is_broken_leaves_the_others(install, caplog):

@@ -16,7 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from terrazzo.integrations.vllm import attention_core as core
+from terrazzo.integrations.engines import attention as core
+from terrazzo.integrations.vllm.names import CACHES
 from terrazzo.ops.attention.cache.cache import page_words
 
 VARIABLE = "TERRAZZO_TEST_VLLM_SOURCES"
@@ -271,7 +272,7 @@ def value(texts: dict[str, str], file: str, name: str, it: Any, **known: Any) ->
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("cache", ["int8_per_token_head", "int4_per_token_head", "float16"])
 def test_pages_have_the_bytes_that_the_engine_counts(dim, cache):
-    layout = core.layout_of(cache, "float16", dim)
+    layout = CACHES.layout_of(cache, "float16", dim)
     quantized, page, heads = cache != "float16", 64, 8
     for release, texts in sources():
         mode = SimpleNamespace(is_nvfp4=False, is_per_token_head=quantized)

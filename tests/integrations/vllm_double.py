@@ -168,7 +168,7 @@ def install(monkeypatch: Any) -> Engine:
         parent, _, leaf = name.rpartition(".")
         setattr(sys.modules[parent], leaf, sys.modules[name])
     attention = ("attention", "attention_v0_26", "attention_v0_33")
-    for name in ("linear", "floats", "experts", *attention, "v0_26", "v0_33"):
+    for name in ("engine", "linear", "floats", "experts", *attention, "v0_26", "v0_33"):
         monkeypatch.delitem(sys.modules, f"terrazzo.integrations.vllm.{name}", raising=False)
         monkeypatch.delattr(plugin, name, raising=False)
     return engine

@@ -1,6 +1,6 @@
-"""Which kernels layers will launch, compiled before the engine captures CUDA graphs; nothing here needs vLLM.
+"""Which kernels layers will launch, compiled before an engine captures CUDA graphs.
 
-Compiling starts when a layer is made, in other processes, and goes on while vLLM reads weights.
+Compiling starts when a layer is made, in other processes, and goes on while the engine reads weights.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
-from terrazzo.integrations.vllm.settings import Settings
-from terrazzo.integrations.vllm.weights import Wanted, family_of
+from terrazzo.integrations.engines.settings import Settings
+from terrazzo.integrations.engines.weights import Wanted, family_of
 from terrazzo.lowering import cache
 from terrazzo.lowering.compilers import compiler
 from terrazzo.lowering.errors import BundleError, CompileError, TerrazzoError
@@ -27,34 +27,37 @@ from terrazzo.ops.model_layers import Linear
 from terrazzo.ops.model_requests import Serving, layer_requests
 from terrazzo.schedules import rows
 
-_log = logging.getLogger("vllm.terrazzo")
+if TYPE_CHECKING:
+    from terrazzo.ops.weights import Packed
+
+Requests = list[KernelRequest]
+LOG = logging.getLogger("terrazzo")
 
 
-def requests_of(wanted: Wanted, symmetric: bool, bias: bool, most: int, target: Target, top_k: int = 1) -> list:
+def requests_of(wanted: Wanted, symmetric: bool, bias: bool, most: int, target: Target, top_k: int = 1) -> Requests:
     """The kernels of a layer for 1 to `most` tokens of a step.
 
     Args:
         symmetric: W4A16: whether it has no plane of zero points. top_k: experts of a token.
     """
-    kind = Linear(
-        wanted.operator, "", wanted.n, wanted.k, wanted.kernel_group, symmetric, wanted.dtype, bias, wanted.experts
-    )
-    serving = Serving(target, wanted.dtype, max_tokens=most, norms=(False,), smooth=False)
-    return list(dict.fromkeys(layer_requests(kind, serving, top_k)))
+    own = (wanted.n, wanted.k, wanted.kernel_group, symmetric, wanted.dtype, bias, wanted.experts)
+    return _requests(Linear(wanted.operator, "", *own), wanted.dtype, most, target, top_k)
 
 
 def requests_of_packed(
-    packed: Any, dtype: str, bias: bool, most: int, target: Target, experts: int = 0, top_k: int = 1
-) -> list:
+    packed: Packed, dtype: str, bias: bool, most: int, target: Target, experts: int = 0, top_k: int = 1
+) -> Requests:
     """The same of a packed weight; `dtype` of activations."""
-    scales = getattr(packed, "scale_dtype", dtype)
-    symmetric = getattr(packed, "symmetric", True)
-    kind = Linear(family_of(packed), "", packed.n, packed.k, packed.group_size, symmetric, scales, bias, experts)
+    own = (packed.group_size, getattr(packed, "symmetric", True), getattr(packed, "scale_dtype", dtype), bias, experts)
+    return _requests(Linear(family_of(packed), "", packed.n, packed.k, *own), dtype, most, target, top_k)
+
+
+def _requests(kind: Linear, dtype: str, most: int, target: Target, top_k: int) -> Requests:
     serving = Serving(target, dtype, max_tokens=most, norms=(False,), smooth=False)
     return list(dict.fromkeys(layer_requests(kind, serving, top_k)))
 
 
-def gate_requests(inner: int, operator: str, name: str, dtype: str, most: int, target: Target) -> list:
+def gate_requests(inner: int, operator: str, name: str, dtype: str, most: int, target: Target) -> Requests:
     """What stands between the two products of experts: the gate, and bytes of its result where `operator` reads them.
 
     Args:
@@ -88,11 +91,11 @@ class Compiling:
     """Kernels that are compiled while the engine starts, of one process.
 
     Args:
-        settings: bundle, strict, workers.
+        settings: bundle, strict, workers. log: the engine's.
     """
 
-    def __init__(self, settings: Settings, target: Target | None = None) -> None:
-        self.settings = settings
+    def __init__(self, settings: Settings, target: Target | None = None, log: logging.Logger = LOG) -> None:
+        self.settings, self.log = settings, log
         self.pool: CompilePool | None = None
         self.pending: dict[KernelRequest, None] = {}
         self.failed: dict[KernelRequest, CompileError] = {}
@@ -102,7 +105,7 @@ class Compiling:
             from terrazzo.lowering.bundle import load_bundle
 
             found = load_bundle(settings.bundle, target=target, strict=settings.strict)
-            _log.info("terrazzo: %d kernels in bundle %s", len(found.requests), settings.bundle)
+            self.log.info("terrazzo: %d kernels in bundle %s", len(found.requests), settings.bundle)
 
     def want(self, requests: Iterable[KernelRequest]) -> None:
         """Start compiling those that are neither in the cache, nor in the bundle, nor under way.
@@ -128,7 +131,7 @@ class Compiling:
                 self.started = time.monotonic()
             self.pending |= dict.fromkeys(new)
         counts = ", ".join(f"{n} {name}" for name, n in sorted(Counter(r.name for r in new).items()))
-        _log.info("terrazzo: compiling %d kernels (%s) in up to %d processes", len(new), counts, self.pool.most)
+        self.log.info("terrazzo: compiling %d kernels (%s) in up to %d processes", len(new), counts, self.pool.most)
         for request in new:
             self.pool.submit(request)
 
@@ -138,7 +141,7 @@ class Compiling:
                 self.failed[request] = outcome
             self.pending.pop(request, None)
             if not self.pending:
-                _log.info("terrazzo: all kernels are compiled, %.0f s", time.monotonic() - self.started)
+                self.log.info("terrazzo: all kernels are compiled, %.0f s", time.monotonic() - self.started)
             self.changed.notify_all()
 
     def wait(self, requests: Iterable[KernelRequest]) -> None:

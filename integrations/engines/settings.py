@@ -1,20 +1,16 @@
-"""What a server's operator may say: `vllm serve MODEL --additional-config '{"terrazzo": {"requantize": true}}'`."""
+"""What a server's operator may say of our kernels, by an object in the engine's own configuration."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
 
 from terrazzo.lowering.errors import ArgumentError
-
-OWN_CACHE = "terrazzo_int8_int4"
-"""Name of a cache dtype that vLLM learns from us, in releases that let a plug-in name one."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The object under "terrazzo" in vLLM's additional config.
+    """What may be said, as vLLM's `--additional-config '{"terrazzo": {"requantize": true}}'` does.
 
     Attributes:
         linear, experts: whether layers, and experts, are taken at all.
@@ -35,14 +31,14 @@ class Settings:
     cpu: bool = False
 
     @staticmethod
-    def of(additional: Any) -> Settings:
-        """The settings in vLLM's additional config.
+    def of(config: object, name: str = "additional_config") -> Settings:
+        """The settings under "terrazzo" in an engine's configuration, which errors call `name`.
 
         Raises:
             ArgumentError: no object, a name that is none of these, a value of another type.
         """
-        given = additional.get("terrazzo", {}) if isinstance(additional, Mapping) else {}
-        name, known = "additional_config.terrazzo", {field.name: field for field in fields(Settings)}
+        given = config.get("terrazzo", {}) if isinstance(config, Mapping) else {}
+        name, known = f"{name}.terrazzo", [field.name for field in fields(Settings)]
         if not isinstance(given, Mapping):
             raise ArgumentError(name, given, "must be an object", 'write {"terrazzo": {"requantize": true}}')
         for key, value in given.items():

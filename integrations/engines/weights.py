@@ -1,19 +1,22 @@
-"""From vLLM's tensors of a layer to packed weights, and from those to calls; nothing here needs vLLM.
+"""From an engine's tensors of a layer to packed weights, and from those to calls.
 
-vLLM's loaders end in few forms. All are brought into one first: codes [N, K], scales [N, G], zero points [N, G].
+The loaders of engines end in few forms. All become one first: codes [N, K], scales [N, G], zero points [N, G].
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 
 if TYPE_CHECKING:
     import torch
+    from terrazzo.ops.grouped import GroupedWeight
+    from terrazzo.ops.weights import Packed
 
+Facts = tuple[str | int | bool, ...]
 GROUPS = (32, 64, 128)
 ACTIVATIONS = {"16": "w4a16", "int8": "w4a8", "e4m3": "w4a8_fp8"}
 """What a product reads besides 4-bit codes -> the operator, by its name in `ops.model_layers.Linear`."""
@@ -21,14 +24,14 @@ ACTIVATIONS = {"16": "w4a16", "int8": "w4a8", "e4m3": "w4a8_fp8"}
 
 @dataclass(frozen=True)
 class Wanted:
-    """What vLLM asks of one layer, or of each of its experts.
+    """What an engine asks of one layer, or of each of its experts.
 
     Attributes:
         n, k: of this rank's shard. full_k: of the whole layer.
         group_size: input channels for each scale; k where one scale holds all.
         zero_points: whether there are some. act_order: whether channels of a group are scattered.
         dtype: of activations outside, "float16" or "bfloat16". activations: key of ACTIVATIONS.
-        weight: vLLM's name of the stored type, "uint4b8", "uint4", "int4".
+        weight: name of the stored type, as vLLM has it, "uint4b8", "uint4", "int4".
         experts: how many stand in one launch, 0 for a layer of its own.
     """
 
@@ -100,7 +103,7 @@ class Stored:
     zeros: torch.Tensor | None = None
 
 
-def pack(stored: Stored, wanted: Wanted, requantize: bool = False, target: str | None = None) -> tuple[Any, str]:
+def pack(stored: Stored, wanted: Wanted, requantize: bool = False, target: str | None = None) -> tuple[Packed, str]:
     """(packed weight, why it is not of the family that was asked for or ""), on the tensors' device.
 
     Scales that W4A8's two levels cannot hold are fitted with `requantize`; otherwise the layer becomes W4A16, which has
@@ -112,19 +115,15 @@ def pack(stored: Stored, wanted: Wanted, requantize: bool = False, target: str |
     from terrazzo.ops import w4a8, w4a16
 
     facts = dict(group_size=-1 if wanted.group_size == wanted.k else wanted.group_size, target=target)
-    shape = (wanted.n, wanted.k)
-    tensors = (stored.codes, stored.scales, stored.zeros, shape)
-    if wanted.activations == "e4m3":
-        try:
+    tensors, why = (stored.codes, stored.scales, stored.zeros, (wanted.n, wanted.k)), ""
+    try:
+        if wanted.activations == "e4m3":
             return w4a8.fp8.from_compressed_tensors(*tensors, **facts), ""
-        except ArgumentError as error:
-            return w4a16.from_compressed_tensors(*_packed(tensors), **facts), str(error)
-    if wanted.activations == "int8":
-        try:
+        if wanted.activations == "int8":
             return w4a8.from_compressed_tensors(*tensors, **facts, requantize=requantize), ""
-        except ArgumentError as error:
-            return w4a16.from_compressed_tensors(*_packed(tensors), **facts), str(error)
-    return w4a16.from_compressed_tensors(*_packed(tensors), **facts), ""
+    except ArgumentError as error:
+        why = str(error)
+    return w4a16.from_compressed_tensors(*_packed(tensors), **facts), why
 
 
 def _packed(tensors: tuple) -> tuple:
@@ -138,19 +137,19 @@ def _packed(tensors: tuple) -> tuple:
     return (_words(whole), *tensors[1:])
 
 
-def family_of(packed: Any) -> str:
+def family_of(packed: Packed) -> str:
     """Of OPERATORS, of a packed weight."""
     if not hasattr(packed, "channel_scales"):
         return packed.format.operator
     return "w4a8_fp8" if packed.ACTIVATIONS == "e4m3" else "w4a8"
 
 
-def tensors_of(packed: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def tensors_of(packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
     """The two tensors that a layer keeps: words, and params or channel scales."""
     return packed.words, packed.channel_scales if hasattr(packed, "channel_scales") else packed.params
 
 
-def facts_of(packed: Any) -> tuple:
+def facts_of(packed: Packed) -> Facts:
     """What `product` must know besides the tensors: plain values, which a traced graph holds as constants."""
     p = packed
     if not hasattr(p, "channel_scales"):
@@ -167,7 +166,7 @@ def register_operators() -> None:
 
 
 def product(
-    x: torch.Tensor, words: torch.Tensor, second: torch.Tensor, bias: torch.Tensor | None, facts: tuple
+    x: torch.Tensor, words: torch.Tensor, second: torch.Tensor, bias: torch.Tensor | None, facts: Facts
 ) -> torch.Tensor:
     """y [..., N] of x [..., K]: one node of a traced graph in W4A16, two in W4A8; see `tensors_of` and `facts_of`.
 
@@ -189,7 +188,9 @@ def product(
     return y.view(*x.shape[:-1], n)
 
 
-def pack_experts(stored: Stored, wanted: Wanted, requantize: bool = False, target: str | None = None) -> tuple:
+def pack_experts(
+    stored: Stored, wanted: Wanted, requantize: bool = False, target: str | None = None
+) -> tuple[GroupedWeight, str]:
     """(GroupedWeight, reason as of `pack`) of experts whose rows lie below each other, [E N, ...] in all tensors."""
     import dataclasses
 
@@ -197,7 +198,7 @@ def pack_experts(stored: Stored, wanted: Wanted, requantize: bool = False, targe
 
     experts, n = wanted.experts, wanted.n
     tall, reason = pack(stored, dataclasses.replace(wanted, n=experts * n, experts=0), requantize, target)
-    fields: dict[str, Any] = {"n": n}
+    fields: dict[str, int | torch.Tensor] = {"n": n}
     for name in PER_EXPERT:
         tensor = getattr(tall, name, None)
         if tensor is None:

@@ -1,20 +1,19 @@
-"""What an attention backend of vLLM does with plain tensors, on pages that vLLM allocates; nothing here needs vLLM.
+"""What an attention backend of an engine does with plain tensors, on pages that the engine allocates.
 
-A page of vLLM's token-wise dtypes has exactly the bytes of our tiles: 16 tokens of one kv head lie in one run, codes
-first and their scales behind. So the engine's allocator, prefix cache and preemption work as they are, and only what is
-in a page is ours. New tokens are written by slot (page * page_size + offset), quantized as they come; attention reads
+A page has exactly the bytes of our tiles: 16 tokens of one kv head lie in one run, codes first and their scales behind,
+as in vLLM's token-wise dtypes. So the engine's allocator, prefix cache and preemption work as they are; only what is in
+a page is ours. New tokens are written by slot (page * page_size + offset), quantized as they come; attention reads
 what the pages hold, in prefill too: outputs depend neither on the chunks in which a prompt came nor on who filled a
 page that sequences share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from terrazzo.integrations.vllm.settings import OWN_CACHE
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
@@ -35,14 +34,6 @@ PAGE = 64
 """Tokens of a page unless the user names another: 4-bit keys and values of a head are then copied 8 KB at a time."""
 MOST_ROWS = op.MAX_QUERY_TOKENS
 """New tokens of a sequence up to which a step is a decode: one, and those that are speculated."""
-CACHES = {
-    "float16": ("float16", "float16"),
-    "bfloat16": ("bfloat16", "bfloat16"),
-    "int8_per_token_head": ("int8", "int8"),
-    "int4_per_token_head": ("int4_hadamard", "int4"),
-    OWN_CACHE: ("int8", "int4"),
-}
-"""vLLM's name of a cache dtype -> formats of keys and values."""
 
 
 @dataclass(frozen=True)
@@ -97,71 +88,79 @@ def token_bytes(layout: CacheLayout) -> int:
     return layout.words(layout.block_tokens) * 4 // layout.block_tokens
 
 
-def content(cache_dtype: str, head_dim: int) -> int:
-    """Elements of a token and kv head in the dtype that vLLM stores a cache in: bytes, or 16 bits where it is plain."""
-    name = "float16" if cache_dtype == "auto" else cache_dtype
-    found = token_bytes(layout_of(name, name, head_dim))
-    return found // 2 if name in op.DTYPES else found
+@dataclass(frozen=True)
+class Caches:
+    """The cache dtypes of an engine that our pages serve.
 
-
-def layout_of(cache_dtype: str, dtype: str, head_dim: int) -> CacheLayout:
-    """The bytes of a cache that vLLM names; `dtype`, of the model, stands for "auto".
-
-    Raises:
-        ArgumentError: a cache, or a size of heads, that is not ours.
+    Attributes:
+        formats: the engine's name -> formats of keys and values. "auto" is the model's dtype.
     """
-    name = dtype if cache_dtype == "auto" else cache_dtype
-    if name not in CACHES:
-        raise ArgumentError("kv_cache_dtype", cache_dtype, f"must be auto or one of {tuple(CACHES)}", "name another")
-    return CacheLayout(*CACHES[name], head_dim)
 
+    formats: Mapping[str, tuple[str, str]]
 
-def refusal(
-    cache_dtype: str | None, dtype: str, head_dim: int, page: int | None, *, sinks: bool = False,
-    target: Target | None = None,
-) -> str | None:  # fmt: skip
-    """Why layers are not taken, None if they are. What does not depend on a layer's heads is asked before they are
-    known: `target` has kernels for them in any number."""
-    if dtype not in op.DTYPES:
-        return f"activations are {dtype}, kernels read {op.DTYPES}"
-    if head_dim not in HEAD_DIMS:
-        return f"heads have {head_dim} dimensions, kernels have {HEAD_DIMS}"
-    try:
-        layout = layout_of(cache_dtype or "auto", dtype, head_dim)
-        page_words(layout, PAGE if page is None else page)
-        if target is not None:
-            prefill_op.prefill_requests(layout, dtype=dtype, page=page or PAGE, residual=0, sinks=sinks, target=target)
-    except ArgumentError as error:
-        return str(error)
-    return None
+    def layout_of(self, cache_dtype: str, dtype: str, head_dim: int) -> CacheLayout:
+        """The bytes of a cache that the engine names; `dtype`, of the model, stands for "auto".
 
+        Raises:
+            ArgumentError: a cache, or a size of heads, that is not ours.
+        """
+        name = dtype if cache_dtype == "auto" else cache_dtype
+        if name not in self.formats:
+            constraint = f"must be auto or one of {tuple(self.formats)}"
+            raise ArgumentError("kv_cache_dtype", cache_dtype, constraint, "name another")
+        return CacheLayout(*self.formats[name], head_dim)
 
-def caches(model: Architecture, dtype: str, target: Target) -> dict[str, str]:
-    """Each cache dtype of vLLM's that we know, and why a model's layers cannot have it: "" where they can."""
-    facts = dict(sinks=model.sinks, target=target)
-    return {name: refusal(name, dtype, model.head_dim, None, **facts) or "" for name in ("auto", *CACHES)}
+    def content(self, cache_dtype: str, head_dim: int) -> int:
+        """Elements of a token and kv head in the dtype that a cache is stored in: bytes, or 16 bits of a plain one."""
+        name = "float16" if cache_dtype == "auto" else cache_dtype
+        found = token_bytes(self.layout_of(name, name, head_dim))
+        return found // 2 if name in op.DTYPES else found
 
+    def refusal(
+        self, cache_dtype: str | None, dtype: str, head_dim: int, page: int | None, *, sinks: bool = False,
+        target: Target | None = None,
+    ) -> str | None:  # fmt: skip
+        """Why layers are not taken, None if they are. What does not depend on a layer's heads is asked before they are
+        known: `target` has kernels for them in any number."""
+        if dtype not in op.DTYPES:
+            return f"activations are {dtype}, kernels read {op.DTYPES}"
+        if head_dim not in HEAD_DIMS:
+            return f"heads have {head_dim} dimensions, kernels have {HEAD_DIMS}"
+        page, facts = PAGE if page is None else page, dict(dtype=dtype, residual=0, sinks=sinks, target=target)
+        try:
+            layout = self.layout_of(cache_dtype or "auto", dtype, head_dim)
+            page_words(layout, page)
+            if target is not None:
+                prefill_op.prefill_requests(layout, page=page or PAGE, **facts)
+        except ArgumentError as error:
+            return str(error)
+        return None
 
-def model_requests(
-    model: Architecture, cache_dtype: str, dtype: str, target: Target, *, ranks: int = 1, most_rows: int = 1
-) -> list[KernelRequest]:
-    """Kernels of a model's attention over a cache, for a bundle.
+    def refusals(self, model: Architecture, dtype: str, target: Target) -> dict[str, str]:
+        """Each cache dtype, and why a model's layers cannot have it: "" where they can."""
+        facts = dict(sinks=model.sinks, target=target)
+        every = ("auto", *self.formats)
+        return {name: self.refusal(name, dtype, model.head_dim, None, **facts) or "" for name in every}
 
-    Raises:
-        ArgumentError: a cache or heads that are not ours, heads that ranks cannot share.
-    """
-    if model.heads % ranks:
-        raise ArgumentError("ranks", ranks, f"must share {model.heads} query heads", "use fewer ranks")
-    layout = layout_of(cache_dtype, dtype, model.head_dim)
-    kind = Kind(
-        layout, model.heads // ranks, max(1, model.kv_heads // ranks), PAGE, dtype, softcap=float(bool(model.softcap)),
-        sinks=model.sinks, most_rows=most_rows,
-    )  # fmt: skip
-    return kind.requests(target)
+    def model_requests(
+        self, model: Architecture, cache_dtype: str, dtype: str, target: Target, *, ranks: int = 1, most_rows: int = 1
+    ) -> list[KernelRequest]:
+        """Kernels of a model's attention over a cache, for a bundle.
+
+        Raises:
+            ArgumentError: a cache or heads that are not ours, heads that ranks cannot share.
+        """
+        if model.heads % ranks:
+            raise ArgumentError("ranks", ranks, f"must share {model.heads} query heads", "use fewer ranks")
+        kind = Kind(
+            self.layout_of(cache_dtype, dtype, model.head_dim), model.heads // ranks, max(1, model.kv_heads // ranks),
+            PAGE, dtype, softcap=float(bool(model.softcap)), sinks=model.sinks, most_rows=most_rows,
+        )  # fmt: skip
+        return kind.requests(target)
 
 
 def pages_of(kv_cache: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """int32 [pages, Hkv, words] of what vLLM allocated, [pages, Hkv, page, bytes of a token] in any dtype.
+    """int32 [pages, Hkv, words] of what an engine allocated, [pages, Hkv, page, bytes of a token] in any dtype.
 
     Raises:
         ArgumentError: another size, or pages that do not lie one behind another, heads outermost.
@@ -277,7 +276,7 @@ def step_of(
 
 
 class Layer:
-    """Attention of one layer over the pages that vLLM gives it.
+    """Attention of one layer over the pages that an engine gives it.
 
     Args:
         kind: of the layer. scale: of the softmax. sinks: f32 [Hq], or None.
@@ -289,7 +288,7 @@ class Layer:
         self._cache: PackedCache | None = None
 
     def cache(self, kv_cache: torch.Tensor) -> PackedCache:
-        """vLLM's pages as slots are written to: without sequences.
+        """The engine's pages as slots are written to: without sequences.
 
         Raises:
             ArgumentError: see `pages_of`.
