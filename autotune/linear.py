@@ -12,7 +12,9 @@ from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.formats.weight import WEIGHTS
+from terrazzo.ops.products.codes import WIDE
+from terrazzo.ops.products.table import of_codes
+from terrazzo.ops.products.ways import choose_way
 from terrazzo.schedules import linear_spaces, models, spaces, w4ax
 from terrazzo.schedules.problem import Gemm
 from terrazzo.schedules.roofline import Roofline, bounds
@@ -74,8 +76,8 @@ class WeightOnly(Kind):
     """16-bit activations, and a weight of a registered format."""
 
     def __init__(self, weight: str) -> None:
-        self.weight, self.format = weight, WEIGHTS[weight]
-        self.name = self.format.operator
+        self.weight, self.format = weight, WIDE[weight]
+        self.name = of_codes(self.format).record
 
     def facts(self, n: int, k: int, experts: int, *, dtype: str, group: int | None, symmetric: bool) -> dict[str, Any]:
         from terrazzo.ops.weight_only import grouped, op
@@ -87,7 +89,7 @@ class WeightOnly(Kind):
         self._operand(one)  # raises where these do not go together
         if not experts:
             return one
-        numerics = self.format.choose_numerics(scales, dtype, False)
+        numerics = choose_way(self.format, scales, dtype, False).name
         return grouped.tuning_facts(n, k, experts, *own, numerics, self.weight)
 
     def _operand(self, facts: Facts, few: bool = False) -> Operand:
@@ -95,7 +97,7 @@ class WeightOnly(Kind):
         from terrazzo.ops.linear.operand import Operand
 
         own = [facts[name] for name in ("group", "symmetric", "scale_dtype", "dtype")]
-        numerics = self.format.choose_numerics(facts["scale_dtype"], facts["dtype"], few)
+        numerics = choose_way(self.format, facts["scale_dtype"], facts["dtype"], few).name
         return Operand(*own, numerics if few else facts.get("numerics", numerics), self.weight)
 
     def gemm(self, facts: Facts) -> Gemm:
@@ -271,7 +273,7 @@ class Blocks(Kind):
 
 
 KINDS: tuple[Kind, ...] = (
-    *(WeightOnly(weight) for weight in WEIGHTS),
+    *(WeightOnly(weight) for weight in WIDE),
     Bytes("w4a8", "s8", "xor", "int8", 64),
     Bytes("w4a8_fp8", "e4m3", "e4m3", "e4m3", 128),
     Bytes("mxfp4_fp8", "e4m3", "e2m1", "e4m3", 32),

@@ -1,6 +1,6 @@
 """Operators that can be tuned. Linear layers follow from the kinds that there are, each alone and with experts.
 
-A new weight format of `ops.formats.weight` is one of them without a line here. Another kind of operator is a subclass
+A new weight format of `ops.products` is one of them without a line here. Another kind of operator is a subclass
 of `Operator`: a `Space` of schedules/, a `Subject` of autotune/subjects.py, and an operator that asks `spaces.choose`
 for its schedule and forgets its plans when `records.changed` is called.
 """

@@ -243,7 +243,7 @@ def dense_fp8(weight: Any, dtype: torch.dtype) -> torch.Tensor:
 def dense_mxfp4(weight: Any, dtype: torch.dtype) -> torch.Tensor:
     """As `dense_fp8`."""
     import torch
-    from terrazzo.ops.formats.weight import MXFP4
+    from terrazzo.ops.products.codes import MXFP4
 
     out = torch.empty(weight.codes.shape, dtype=dtype, device=weight.codes.device)
     table = torch.tensor(MXFP4.values, device=weight.codes.device)

@@ -9,7 +9,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.autotune.gemm_bench import OURS, Settings, Shape, numerics_of
-from terrazzo.ops.formats.weight import get_weight_format
+from terrazzo.ops.products.codes import get_codes
+from terrazzo.ops.products.table import of_codes
+from terrazzo.ops.products.ways import choose_way
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +29,7 @@ class WeightOnlySettings(Settings):
 
 
 class WeightOnlyShape(Shape):
-    """Rows of a format of `ops.formats.weight`: 16-bit activations."""
+    """Rows of a format of `ops.products`: 16-bit activations."""
 
     @staticmethod
     def requests(
@@ -35,7 +37,7 @@ class WeightOnlyShape(Shape):
     ) -> list[KernelRequest]:
         from terrazzo.ops.weight_only import op
 
-        form = get_weight_format(settings.weight)
+        form = get_codes(settings.weight)
         own = dict(symmetric=settings.symmetric or bool(form.values), weight=settings.weight)
         own["scale_dtype"] = form.scales[0] if form.values else settings.dtype
         size = min(settings.group, k) if form.one_group else settings.group
@@ -44,7 +46,7 @@ class WeightOnlyShape(Shape):
     @property
     def module(self) -> ModuleType:
         """The public module of the format."""
-        return importlib.import_module(f"terrazzo.ops.{get_weight_format(self.settings.weight).operator}")
+        return importlib.import_module(f"terrazzo.ops.{of_codes(self.settings.weight).record}")
 
     @property
     def reference(self) -> ModuleType:
@@ -52,7 +54,7 @@ class WeightOnlyShape(Shape):
         from terrazzo.ops.w4a16 import reference as zeros
         from terrazzo.ops.weight_only import reference
 
-        return reference if get_weight_format(self.settings.weight).values else zeros
+        return reference if get_codes(self.settings.weight).values else zeros
 
     def load(self) -> tuple[Any, Any, tuple[str, ...], torch.Tensor]:
         weight = random_weight(self.n, self.k, self.settings, self.random)
@@ -63,7 +65,7 @@ class WeightOnlyShape(Shape):
         import torch
         from terrazzo.nn.joined import rows_of
 
-        if not get_weight_format(self.settings.weight).values:
+        if not get_codes(self.settings.weight).values:
             return self.reference.dequantize(weight, "exact", self.dtype)
         parts = []
         for lo in range(0, self.n, 4096):
@@ -73,14 +75,14 @@ class WeightOnlyShape(Shape):
         return torch.cat(parts)
 
     def described(self) -> tuple[str, str]:
-        form = get_weight_format(self.settings.weight)
-        return form.operator, form.name if form.values or self.settings.symmetric else f"{form.name}_zeros"
+        form = get_codes(self.settings.weight)
+        return of_codes(form).record, form.name if form.values or self.settings.symmetric else f"{form.name}_zeros"
 
     def operand(self, numerics: str) -> Operand:
         from terrazzo.ops.linear.operand import Operand
         from terrazzo.ops.weight_only import op
 
-        s, form = self.settings, get_weight_format(self.settings.weight)
+        s, form = self.settings, get_codes(self.settings.weight)
         scales = form.scales[0] if form.values else s.dtype
         group = op.group_of(s.group, self.k, s.weight)
         return Operand(group, s.symmetric or bool(form.values), scales, s.dtype, numerics, s.weight)
@@ -88,9 +90,9 @@ class WeightOnlyShape(Shape):
     def gemm(self) -> Gemm:
         from terrazzo.ops.weight_only import op
 
-        form = get_weight_format(self.settings.weight)
+        form = get_codes(self.settings.weight)
         scales = form.scales[0] if form.values else self.settings.dtype
-        return op.problem_of(self.operand(form.choose_numerics(scales, self.settings.dtype, False)), self.n, self.k)
+        return op.problem_of(self.operand(choose_way(form, scales, self.settings.dtype, False).name), self.n, self.k)
 
     def converter(self, params: Mapping[str, Any]) -> str:
         return self.operand(params["numerics"]).converter
@@ -107,7 +109,7 @@ class WeightOnlyShape(Shape):
 
     def weight_values(self) -> torch.Tensor:
         """float64 [N, K]."""
-        if get_weight_format(self.settings.weight).values:
+        if get_codes(self.settings.weight).values:
             return self.weight.dequantize()
         return self.reference.dequantize(self.weight, "post").double()
 
@@ -121,7 +123,7 @@ def random_weight(n: int, k: int, settings: WeightOnlySettings, random: torch.Ge
     import torch
     from terrazzo.ops.weight_only.format import QuantizedWeight
 
-    form = get_weight_format(settings.weight)
+    form = get_codes(settings.weight)
     size = min(settings.group, k) if form.one_group else settings.group
     shape, device = (n, -(-k // size)), random.device
     codes = torch.randint(0, 1 << form.bits, (n, k), generator=random, device=device, dtype=torch.uint8)
@@ -129,7 +131,7 @@ def random_weight(n: int, k: int, settings: WeightOnlySettings, random: torch.Ge
     if not form.values:
         zeros = torch.randint(0, 1 << form.bits, shape, generator=random, device=device, dtype=torch.uint8)
         scales, zeros = scales.to(getattr(torch, settings.dtype)), None if settings.symmetric else zeros
-        module = importlib.import_module(f"terrazzo.ops.{form.operator}")
+        module = importlib.import_module(f"terrazzo.ops.{of_codes(form).record}")
         return module.QuantizedWeight.canonical(codes, scales, zeros, group_size=size)
     if form.bits == 8:  # of e4m3 without NaN
         codes = codes & 128 | (codes & 127).clamp(max=126)

@@ -85,11 +85,11 @@ def _plan(operator: str, m: int, n: int, k: int, target: Any) -> Any:
     facts = dict(group_size=GROUP, bias=False, target=target, device=target)
     if not operator.startswith("w4a8"):
         from terrazzo.nn.formats import Format
-        from terrazzo.ops.formats.weight import get_weight_format
+        from terrazzo.ops.products.codes import get_codes
         from terrazzo.ops.weight_only import op
 
         weight = form_of(operator).weight_format
-        scale = "float16" if weight in ("u4", "u8") else get_weight_format(weight).scales[0]
+        scale = "float16" if weight in ("u4", "u8") else get_codes(weight).scales[0]
         group = GROUP if operator == "w4a16" else Format.parse(operator).group_size or k
         symmetric = weight not in ("u4", "u8") or Format.parse(operator).symmetric
         facts |= dict(symmetric=symmetric, scale_dtype=scale, dtype="float16", numerics="auto")

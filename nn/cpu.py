@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from terrazzo.ops.products.ways import choose_way
 from terrazzo.ops.quantized import padded
 from terrazzo.ops.w4a8.format import PackedWeight as W4A8
 from terrazzo.ops.w4a8.w8a8.format import PackedWeight as W8A8
@@ -65,7 +66,7 @@ class Floats:
 
     def __init__(self, w: Any, dtype: torch.dtype) -> None:
         if isinstance(w, WeightOnly):
-            numerics = w.format.choose_numerics(w.scale_dtype, str(dtype)[6:], False)
+            numerics = choose_way(w.format, w.scale_dtype, str(dtype)[6:], False).name
             exact = w.dequantize(numerics, dtype)
             self.weight = exact.to(dtype)
             if torch.equal(self.weight.double(), exact):

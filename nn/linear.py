@@ -11,7 +11,7 @@ from terrazzo.nn import products
 from terrazzo.nn.formats import FAMILIES, Format, facts_of
 from terrazzo.nn.module import PackedModule, stored_weight
 from terrazzo.ops import weights
-from terrazzo.ops.formats.weight import get_weight_format
+from terrazzo.ops.products.codes import get_codes
 from torch import nn
 
 
@@ -112,7 +112,7 @@ class Linear(PackedModule):
                 optional["perm"] = make(k, torch.int32) if act_order else None
             else:
                 facts |= {"weight": family.weight_format, "group_size": size if not family.one_group else min(size, k)}
-                facts["scale_dtype"] = get_weight_format(family.weight_format).scales[0]
+                facts["scale_dtype"] = get_codes(family.weight_format).scales[0]
             known = dict(scale_dtype=facts["scale_dtype"], symmetric=facts.get("symmetric", True))
             both = packed_shapes(n, k, group_size=size, weight=family.weight_format, **known)
             shapes, kinds = dict(zip(("words", "params"), both)), {"words": torch.int32, "params": torch.uint8}

@@ -3,7 +3,7 @@
     w = terrazzo.ops.fp8.quantize(weight, granularity="channel")        # or pack(codes, scales)
     y = terrazzo.ops.fp8.gemm(x, w)                                     # x bfloat16 or float16; no weight is rounded
 
-Format and numerics: `FP8` of terrazzo.ops.formats.weight.
+Format and numerics: `FP8` of terrazzo.ops.products.codes.
 """
 
 from __future__ import annotations

@@ -18,15 +18,13 @@ from terrazzo.ops.checkpoints import files
 from terrazzo.ops.checkpoints.config import Config
 from terrazzo.ops.checkpoints.reader import Checkpoint
 from terrazzo.ops.formats.kv import HEAD_DIMS
-from terrazzo.ops.formats.weight import OPERATORS as WEIGHT_ONLY
 from terrazzo.ops.grouped import all_tokens
 from terrazzo.ops.model_layers import Layers, Linear, joined, of_architecture, split
+from terrazzo.ops.products import direct
+from terrazzo.ops.products.table import BY_RECORD
 from terrazzo.ops.stored_layers import operator_of
 from terrazzo.ops.w4a8 import activations as w4a8_activations
-from terrazzo.ops.w4a8 import format as w4a8_format
-from terrazzo.ops.w4a8 import fp8_format, mxfp4_format
 from terrazzo.ops.w4a8 import op as w4a8_op
-from terrazzo.ops.w4a8.w8a8 import format as w8a8_format
 from terrazzo.ops.w4a8.w8a8 import grouped as w8a8_grouped
 from terrazzo.ops.w4a8.w8a8 import op as w8a8_op
 from terrazzo.ops.w4ax import activations as w4ax_activations
@@ -37,7 +35,7 @@ from terrazzo.ops.weight_only import op as weight_only_op
 from terrazzo.schedules import records, rows
 from terrazzo.schedules.models import ARCHITECTURES, Architecture, get_model, layer_counts
 
-OPERATORS = (*WEIGHT_ONLY, "w4a8", "w4a8_fp8", "mxfp4_fp8", "w8a8", "w8a8_fp8", "w4ax")
+OPERATORS = tuple(BY_RECORD)
 SECONDS = {
     "w4a16.small_batch": 2.6, "w4a8.small_batch": 2.6, "w4ax.small_batch": 2.7, "w4a8.quantize_rows": 1.6,
     "w4ax.quantize_blocks": 1.8, "attention.decode": 3.8, "attention.write": 2.0, "attention.new_tokens": 1.8,
@@ -47,11 +45,6 @@ SECONDS = {
 _OTHERS = 4.7
 STARTING_S = 3.0
 """Until a compiling process has imported what it needs."""
-_LAYOUTS = {
-    **{operator: form.layout for operator, form in WEIGHT_ONLY.items()},
-    "w4a8": w4a8_format.LAYOUT, "w4a8_fp8": fp8_format.LAYOUT, "mxfp4_fp8": mxfp4_format.LAYOUT,
-    "w8a8": w8a8_format.LAYOUT, "w8a8_fp8": w8a8_format.LAYOUT, "w4ax": w4ax_format.LAYOUT,
-}  # fmt: skip
 _DTYPES = {"float16": "float16", "half": "float16", "bfloat16": "bfloat16"}
 
 
@@ -227,10 +220,10 @@ def _stated(config: Config, weights: Weights, target: Target | None) -> Weights:
     operator, inputs = weights.operator, ""
     floats = bool(layer.inputs) or layer.format == "fp8" or layer.version == "float-quantized"
     stored = layer.bits == 8 and (floats or layer.version == "int-quantized")
-    if operator is None and stored and operator_of("fp8" if floats else "int_quantized", layer, target) == "w8a8":
-        operator = "w8a8"
-    if operator in _W8A8:
-        operator, inputs = ("w8a8_fp8", layer.inputs or "") if floats else ("w8a8", layer.activations or "")
+    found = operator_of("fp8" if floats else "int_quantized", layer, target) if stored and not operator else operator
+    if found is not None and BY_RECORD[found].direct:
+        operator = (direct.W8A8_FP8 if floats else direct.W8A8).record
+        inputs = (layer.inputs if floats else layer.activations) or ""
     forms = dict(static="static" in inputs, zeros="asymmetric" in inputs, ue8m0="ue8m0" in inputs)
     return replace(weights, group_size=size, symmetric=symmetric, operator=operator, **forms)
 
@@ -278,13 +271,13 @@ def _linear(made: Plan, layers: Layers, model: Architecture | None, serving: Ser
     from terrazzo.layouts.instances import get_instance
 
     for kind, names in layers.kinds.items():
-        if kind.experts and kind.operator == "w4ax" and w4ax_format.native(serving.target):
+        if kind.experts and BY_RECORD[kind.operator].planned and w4ax_format.native(serving.target):
             arch = serving.target.arch
             made.skipped[names[0]] = f"experts of W4Ax are one launch on sm_90a alone; {arch} calls each by itself"
             continue
         made.requests |= dict.fromkeys(layer_requests(kind, serving, model.top_k if model else 1))
     for operator in dict.fromkeys(kind.operator for kind in layers.kinds):
-        name = _LAYOUTS[operator]
+        name = BY_RECORD[operator].layout
         made.layouts[name] = get_instance(name).identity
 
 
@@ -297,17 +290,13 @@ def layer_requests(kind: Linear, serving: Serving, top_k: int = 1) -> list[Kerne
     return _of_experts(kind, top_k, serving) if kind.experts else _of_layer(kind, serving)
 
 
-_QUANTS = {"w4a8": "int8", "w4a8_fp8": "e4m3", "mxfp4_fp8": "e4m3", "w8a8": "int8", "w8a8_fp8": "e4m3"}
-"""Operator of a layer -> the codes that norms and gates make for it; others take 16 bits."""
-
-
 def _quant(kind: Linear) -> dict[str, Any]:
     """What norms and gates are asked for: 16 bits where a layer quantizes them itself."""
     if kind.static or kind.zeros or kind.ue8m0:
         return dict(quant=None)
-    if kind.operator in _W8A8 and _form_of_bytes(kind)["block"]:
+    if BY_RECORD[kind.operator].direct and _form_of_bytes(kind)["block"]:
         return dict(quant="e4m3_block128", column_scales=True)
-    return dict(quant=_QUANTS.get(kind.operator))
+    return dict(quant=BY_RECORD[kind.operator].x.quant)
 
 
 def _rows(made: Plan, model: Architecture, serving: Serving) -> None:
@@ -330,19 +319,19 @@ def _rows(made: Plan, model: Architecture, serving: Serving) -> None:
 
 def _of_layer(kind: Linear, serving: Serving) -> list[KernelRequest]:
     at, dtype, (n, k) = serving.target, serving.dtype, (kind.n, kind.k)
-    if kind.operator in WEIGHT_ONLY:
+    if BY_RECORD[kind.operator].wide:
         facts = _facts(kind) | dict(dtype=dtype)
         known = records.tokens(kind.operator, weight_only_op.tuning_facts(n, k, **facts), at)
         m = serving.tokens(launching.ALL_TOKENS, known)
         facts |= dict(m=m, target=at, bias=kind.bias, numerics=_numerics(kind, serving))
         return weight_only_op.kernel_requests(n, k, **facts)
-    if kind.operator in ("w4a8", *_ON_E4M3):
+    if BY_RECORD[kind.operator].converted:
         facts = dict(group_size=kind.group_size, dequantization=_form(kind, serving))
         known = records.tokens(kind.operator, w4a8_op.tuning_facts(n, k, **facts, out_dtype=dtype), at)
         m = serving.tokens(launching.ALL_TOKENS, known)
         found = w4a8.kernel_requests(n, k, m=m, target=at, bias=kind.bias, dtype=dtype, **facts)
         return found + _quantizers(kind, serving, m or launching.ALL_TOKENS)
-    if kind.operator in _W8A8:
+    if BY_RECORD[kind.operator].direct:
         form = _form_of_bytes(kind)
         numerics = w8a8_op.numerics_of(**form, zeros=kind.zeros, accumulate="auto")
         known = records.tokens(w8a8_op.OPERATORS[numerics], w8a8_op.tuning_facts(n, k, dtype, numerics), at)
@@ -368,14 +357,9 @@ def _block_quantizers(kind: Linear, serving: Serving, rows: Sequence[int]) -> li
     return list(dict.fromkeys(plan(m, kind.k, high, **facts, norm=n, front=f) for m in rows for n, f in forms))
 
 
-_W8A8 = {"w8a8": "int8", "w8a8_fp8": "e4m3"}
-_ON_E4M3 = {"w4a8_fp8": "e4m3", "mxfp4_fp8": "e2m1"}
-"""W4A8 on e4m3 activations -> its dequantization."""
-
-
 def _form_of_bytes(kind: Linear) -> dict[str, Any]:
     """`codes` and `block` of a W8A8 layer."""
-    form = w8a8_op.form_of(kind.group_size, kind.k, _W8A8[kind.operator])
+    form = w8a8_op.form_of(kind.group_size, kind.k, BY_RECORD[kind.operator].codes.name)
     return form | dict(block=kind.block or form["block"])
 
 
@@ -386,7 +370,7 @@ def _smooth(serving: Serving) -> tuple[bool, ...]:
 def _quantizers(kind: Linear, serving: Serving, rows: Sequence[int]) -> list[KernelRequest]:
     """What makes bytes of W4A8's activations."""
     facts = dict(dtype=serving.dtype, target=serving.target)
-    facts |= dict(codes="e4m3" if kind.operator in _ON_E4M3 else "int8")
+    facts |= dict(codes=BY_RECORD[kind.operator].x.quant)
     forms = [(norm, gain) for norm in serving.norms for gain in ((True,) if norm else _smooth(serving))]
     made = (w4a8_activations.plan(m, kind.k, **facts, norm=norm, gain=gain) for m in rows for norm, gain in forms)
     return list(dict.fromkeys(made))
@@ -396,7 +380,7 @@ def _of_experts(kind: Linear, top_k: int, serving: Serving) -> list[KernelReques
     """All experts in one launch: a step's tokens count once for each expert that they take."""
     m = serving.tokens(all_tokens(kind.experts), times=max(1, top_k))
     facts = dict(m=m and tuple(m), bias=kind.bias, target=serving.target)
-    if kind.operator in _W8A8:
+    if BY_RECORD[kind.operator].direct:
         form = _form_of_bytes(kind)
         own = dict(m=_rows_of(kind, top_k, serving), dtype=serving.dtype, target=serving.target)
         own |= form | dict(static=kind.static, zeros=kind.zeros, ue8m0=kind.ue8m0)
@@ -404,11 +388,11 @@ def _of_experts(kind: Linear, top_k: int, serving: Serving) -> list[KernelReques
         facts |= form | dict(zeros=kind.zeros, out_dtype=serving.dtype)
         found = w8a8_grouped.grouped_requests(kind.n, kind.k, kind.experts, **facts)
         return [*found, *(it for made in before for it in made)]
-    if kind.operator == "w4ax":
+    if BY_RECORD[kind.operator].planned:
         found = w4ax.grouped_requests(kind.n, kind.k, kind.experts, **facts, out_dtype=serving.dtype)
         return found + _block_quantizers(kind, serving, _rows_of(kind, top_k, serving))
     facts["group_size"] = kind.group_size
-    if kind.operator in WEIGHT_ONLY:
+    if BY_RECORD[kind.operator].wide:
         facts |= _facts(kind) | dict(dtype=serving.dtype, numerics=_numerics(kind, serving))
         return weight_only_grouped.grouped_requests(kind.n, kind.k, kind.experts, **facts)
     facts |= dict(out_dtype=serving.dtype, dequantization=_form(kind, serving))
@@ -425,19 +409,20 @@ def _rows_of(kind: Linear, top_k: int, serving: Serving) -> list[int]:
 
 def _facts(kind: Linear) -> dict[str, Any]:
     """What tells kernels of weight-only layers apart, besides sizes and dtype."""
-    form = WEIGHT_ONLY[kind.operator]
+    form = BY_RECORD[kind.operator].codes
     facts = dict(group_size=kind.group_size, symmetric=kind.symmetric, scale_dtype=kind.scale_dtype, weight=form.name)
     return facts | (dict(symmetric=True, scale_dtype=form.scales[0]) if form.row_factors else {})
 
 
 def _numerics(kind: Linear, serving: Serving) -> str:
     """What the serving asks of W4A16; other formats have one way each."""
-    return "auto" if WEIGHT_ONLY[kind.operator].row_factors else serving.numerics
+    return "auto" if BY_RECORD[kind.operator].codes.row_factors else serving.numerics
 
 
 def _form(kind: Linear, serving: Serving) -> str:
     """The dequantization that a W4A8 layer's kernels are asked for."""
-    return _ON_E4M3.get(kind.operator, serving.dequantization)
+    own = BY_RECORD[kind.operator].numerics
+    return serving.dequantization if len(own) > 1 else own[0]
 
 
 def _attention(made: Plan, model: Architecture, serving: Serving) -> None:

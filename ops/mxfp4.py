@@ -3,7 +3,7 @@
     w = terrazzo.ops.mxfp4.quantize(weight)        # or pack(codes, scales)
     y = terrazzo.ops.mxfp4.gemm(x, w)              # x bfloat16 (no weight is rounded) or float16
 
-Format and numerics: `MXFP4` of terrazzo.ops.formats.weight.
+Format and numerics: `MXFP4` of terrazzo.ops.products.codes.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     w = terrazzo.ops.nvfp4.quantize(weight)        # or pack(codes, scales, factors), from_modelopt
     y = terrazzo.ops.nvfp4.gemm(x, w)              # x bfloat16 or float16; no weight is rounded
 
-Format and numerics: `NVFP4` of terrazzo.ops.formats.weight.
+Format and numerics: `NVFP4` of terrazzo.ops.products.codes.
 """
 
 from __future__ import annotations

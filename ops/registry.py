@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import CAPABILITIES
-from terrazzo.ops.formats.weight import WEIGHTS
+from terrazzo.ops.products.codes import WIDE
+from terrazzo.ops.products.ways import numerics_of
 
 __all__ = [
     "REGISTRY",
@@ -84,7 +85,7 @@ def _w4a16(format: str, source: str, scales: tuple[str, ...], notes: str) -> Sup
 
 
 def _w8a16(format: str, source: str, notes: str) -> Support:
-    form = WEIGHTS["u8"]
+    form = WIDE["u8"]
     return Support(
         operator="w8a16",
         format=format,
@@ -93,7 +94,7 @@ def _w8a16(format: str, source: str, notes: str) -> Support:
         zeros=("asymmetric", "symmetric"),
         activations=("float16", "bfloat16"),
         scales=form.scales,
-        numerics=form.numerics,
+        numerics=numerics_of(form),
         targets=_targets(),
         notes=notes,
     )
@@ -137,10 +138,10 @@ def _mxfp4_fp8(format: str, source: str, notes: str) -> Support:
         operator="mxfp4_fp8",
         format=format,
         source=f"terrazzo.ops.mxfp4_fp8.{source}",
-        groups=WEIGHTS["mxfp4"].groups,
+        groups=WIDE["mxfp4"].groups,
         zeros=("symmetric",),
         activations=("float8_e4m3fn", "float16", "bfloat16"),
-        scales=WEIGHTS["mxfp4"].scales,
+        scales=WIDE["mxfp4"].scales,
         numerics=("e2m1",),
         targets={"sm_89": "compiled", "sm_90a": "tested", "sm_120a": "compiled"},
         notes=notes,
@@ -164,7 +165,7 @@ def _w8a8(format: str, source: str, codes: str, groups: tuple[int | str, ...], n
 
 
 def _small_float(operator: str, format: str, source: str, notes: str) -> Support:
-    form = WEIGHTS[operator]
+    form = WIDE[operator]
     return Support(
         operator=operator,
         format=format,
@@ -173,7 +174,7 @@ def _small_float(operator: str, format: str, source: str, notes: str) -> Support
         zeros=("symmetric",),
         activations=("bfloat16", "float16"),
         scales=form.scales,
-        numerics=form.numerics,
+        numerics=numerics_of(form),
         targets=_targets(),
         notes=notes,
     )

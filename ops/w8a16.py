@@ -3,7 +3,7 @@
     w = terrazzo.ops.w8a16.load_layer("model/", "model.layers.0.mlp.down_proj")  # or pack, from_gptq, quantize
     y = terrazzo.ops.w8a16.gemm(x, w)                                            # x float16 or bfloat16
 
-Format and numerics: `U8` of terrazzo.ops.formats.weight.
+Format and numerics: `U8` of terrazzo.ops.products.codes.
 """
 
 from __future__ import annotations

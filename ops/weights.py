@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
 from terrazzo.ops import tensor_files
+from terrazzo.ops.products.table import of_codes
 from terrazzo.ops.shards import Sharded
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def kind(value: Any) -> str:
     parts = type(value).__module__.split(".")
     if parts[:3] == ["terrazzo", "ops", "weight_only"]:
         form = getattr(value, "format", None) if hasattr(value, "weight") else None
-        return f"{form.operator if form else 'weight_only'}.{type(value).__name__}"
+        return f"{of_codes(form).record if form else 'weight_only'}.{type(value).__name__}"
     if parts[2:4] == ["w4a8", "w8a8"]:
         return f"w8a8.{type(value).__name__}"
     if parts[-1] == "mxfp4_format":

@@ -223,6 +223,7 @@ def check_output(output: Path | None, replace: bool) -> None:
 def _add_model(wanted: _Wanted, source: Path | str, at: Target, options: dict[str, Any]) -> None:
     """Everything of a Hugging Face folder, or of a model of the table."""
     from terrazzo.ops import model_requests
+    from terrazzo.ops.products.table import asked_for
 
     if isinstance(source, Path) and model_requests.is_packed(source):
         return _add_packed(wanted, source, at, options)
@@ -230,8 +231,8 @@ def _add_model(wanted: _Wanted, source: Path | str, at: Target, options: dict[st
     op, dequantization = options["op"], options["dequantization"]
     linear = op != "attention"
     operator = op if linear else None
-    if dequantization == "e4m3" and operator in (None, "w4a8", "w8a8"):
-        operator = f"{operator or 'w4a8'}_fp8"
+    if dequantization == "e4m3" and linear:
+        operator = asked_for(op or "w4a8", dequantization).record
     group = _group(_usual_group(op, dequantization) if options["group"] is None else options["group"], 0)
     forms = (options["symmetric"], options["scale_dtype"], options["dtype"])
     weights = model_requests.Weights(group, *forms, operator)
@@ -360,16 +361,9 @@ def _requests(op: str) -> Any:
 
 
 def _usual_group(op: str | None, dequantization: str) -> str:
-    usual = {
-        "mxfp4": "32",
-        "mxfp4_fp8": "32",
-        "nvfp4": "16",
-        "fp8": "K",
-        "w8a16": "K",
-        "w8a8": "K",
-        "w4a8": "128" if dequantization == "e4m3" else "64",
-    }
-    return usual.get(op or "", "128")
+    from terrazzo.ops.products.table import asked_for
+
+    return "128" if op in (None, "attention") else str(asked_for(op, dequantization).codes.usual or "K")
 
 
 def _say_where_one_group_is(op: str, group: str, shapes: Iterable[tuple[int, int]]) -> None:
@@ -404,17 +398,10 @@ def _cache_layout(keys: str, values: str, head_dim: int) -> dict[str, str]:
 
 def _layout(op: str, dequantization: str) -> dict[str, str]:
     """Name and identity of the packed layout that an operator's kernels read."""
-    import importlib
-
     from terrazzo.layouts.instances import get_instance
-    from terrazzo.ops.formats.weight import OPERATORS
+    from terrazzo.ops.products.table import asked_for
 
-    form = "fp8_format" if dequantization == "e4m3" else "format"
-    if op in OPERATORS or op == "w8a8":
-        name = op if op == "w8a8" else OPERATORS[op].layout
-        return {name: get_instance(name).identity}
-    module = "w4a8.mxfp4_format" if op == "mxfp4_fp8" else f"{op}.{form}"
-    name = importlib.import_module(f"terrazzo.ops.{module}").LAYOUT
+    name = asked_for(op, dequantization).layout
     return {name: get_instance(name).identity}
 
 

@@ -115,7 +115,7 @@ class Mxfp4Stack:
     def rows(self, expert: int) -> Any:
         """float64 [N, K] of one expert."""
         import torch
-        from terrazzo.ops.formats.weight import MXFP4
+        from terrazzo.ops.products.codes import MXFP4
 
         codes = self.codes[expert]
         table = torch.tensor(MXFP4.values, dtype=torch.float64, device=codes.device)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
+from terrazzo.ops.products.table import of_codes
 
 if TYPE_CHECKING:
     import torch
@@ -140,7 +141,7 @@ def _packed(tensors: tuple) -> tuple:
 def family_of(packed: Packed) -> str:
     """Of OPERATORS, of a packed weight."""
     if not hasattr(packed, "channel_scales"):
-        return packed.format.operator
+        return of_codes(packed.format).record
     return "w4a8_fp8" if packed.ACTIVATIONS == "e4m3" else "w4a8"
 
 

@@ -21,9 +21,9 @@ there may be tiles; each finds its expert by itself, and one past the last tile 
 from types import SimpleNamespace
 from typing import Any
 
-from terrazzo.ops.formats.weight import BLOCK_ROWS, BLOCK_WORDS, TILE_WORDS
 from terrazzo.ops.linear.operand import Operand
 from terrazzo.ops.linear.params import factor_macros, param_macros
+from terrazzo.ops.products.codes import BLOCK_ROWS, BLOCK_WORDS, TILE_WORDS
 from terrazzo.ops.tiles import mma_tiles
 from terrazzo.ops.tiles.calls import (
     cp_async,

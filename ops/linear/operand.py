@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from terrazzo.layouts.converters import Converter, get_converter
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.formats.weight import SMALL_SCALES, WeightFormat, get_weight_format
+from terrazzo.ops.products.codes import HALVES, SCALE_BYTES, SMALL_SCALES, Codes, get_codes
+from terrazzo.ops.products.ways import get_way, numerics_of
 
-SCALE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "e8m0": 1, "e4m3": 1}
 FACTOR_BYTES = 64 * 4
 """Of the float32 factors of 64 rows."""
 NUMERICS = ("exact", "fused", "post")
@@ -41,13 +41,13 @@ class Operand:
         known = (*self.format.groups, *([0] if self.format.one_group else []))
         if self.group not in known:
             raise ArgumentError("group", self.group, f"must be one of {known} in {self.weight}", "expand the scales")
-        if self.dtype not in self.format.dtypes:
+        if self.dtype not in HALVES:
             raise ArgumentError("dtype", self.dtype, "must be float16 or bfloat16", "cast the activations")
         if self.scale_dtype not in self.format.scales:
             raise ArgumentError(
                 "scale_dtype", self.scale_dtype, f"must be one of {sorted(self.format.scales)}", "cast the scales"
             )
-        numerics = self.format.numerics
+        numerics = numerics_of(self.format)
         if self.numerics not in numerics:
             raise ArgumentError("numerics", self.numerics, f"must be one of {numerics}", f"use {numerics[-1]!r}")
         if self.numerics == "post" and self.format.row_factors and self.scale_dtype != "float32":
@@ -64,19 +64,16 @@ class Operand:
             )
 
     @property
-    def format(self) -> WeightFormat:
-        return get_weight_format(self.weight)
+    def format(self) -> Codes:
+        return get_codes(self.weight)
 
     @property
     def converter(self) -> str:
         """Name of the converter in terrazzo.layouts, where programs scale nothing that it could scale."""
-        if self.numerics == "post":
-            return self.format.unscaled[self.dtype]
-        return self._scaled(self.numerics)
+        return self._converter(self.numerics)
 
-    def _scaled(self, numerics: str) -> str:
-        plain = self.format.plain if self.symmetric and numerics == "exact" else {}
-        return plain.get(self.dtype) or self.format.scaled[self.dtype][numerics]
+    def _converter(self, numerics: str) -> str:
+        return get_way(self.format, numerics).converter(self.dtype, self.symmetric)
 
     @property
     def scaling_converter(self) -> Converter:
@@ -86,7 +83,7 @@ class Operand:
         integers = self.symmetric and all(self.format.zero + bias == 0 for bias in own.bias)
         if self.numerics != "post" or self.format.row_factors or integers:
             return own
-        return get_converter(self._scaled("exact"))
+        return get_converter(self._converter(numerics_of(self.format)[0]))
 
     @property
     def has_groups(self) -> bool:

@@ -2,15 +2,15 @@
 
 Registers u, uint32 [3], hold what a thread has loaded for its rows g and g + 8: u[0] two scales of 8 or 16 bits, or
 u[0] and u[1] two of float32; u[2] two zero points, a byte each. Scales of e4m3 are two words of four groups, in the
-order of `PAIRED` (formats/weight.py).
+order of `PAIRED` (products/codes.py).
 """
 
 from types import SimpleNamespace
 from typing import Any
 
 from terrazzo.layouts.converters import Converter
-from terrazzo.ops.formats.weight import PAIRED
 from terrazzo.ops.linear.operand import Operand
+from terrazzo.ops.products.codes import PAIRED
 from terrazzo.ops.tiles.calls import byte_perm, lds32, pack2, prefetch, unpack
 
 _WORDS = {"b0": 0, "s0": 1, "b1": 2, "s1": 3, "s01": 1}

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.formats.weight import BLOCK_ROWS
 from terrazzo.ops.linear.operand import Operand
+from terrazzo.ops.products.codes import BLOCK_ROWS
 
 UNIT_K = 128
 """k extent that padded weights are a multiple of: a unit of work."""

@@ -17,9 +17,9 @@ from typing import Any
 
 from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.formats.weight import BLOCK_ROWS, BLOCK_WORDS, TILE_WORDS
 from terrazzo.ops.linear.operand import Operand
 from terrazzo.ops.linear.params import factor_macros, param_macros
+from terrazzo.ops.products.codes import BLOCK_ROWS, BLOCK_WORDS, TILE_WORDS
 from terrazzo.ops.tiles.calls import (
     cp_async,
     cp_commit,

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from terrazzo.ops.formats.weight import BLOCK_WORDS
 from terrazzo.ops.linear.operand import Operand
 from terrazzo.ops.linear.params import param_macros
 from terrazzo.ops.linear.sizes import Sizes
+from terrazzo.ops.products.codes import BLOCK_WORDS
 from terrazzo.ops.tiles.calls import bulk, bulk_at, lds16, lds32, lds64, lds128, pack2, place, tma_tile
 
 

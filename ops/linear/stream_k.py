@@ -20,12 +20,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.formats.weight import BLOCK_WORDS
 from terrazzo.ops.linear.epilogue import store_macros
 from terrazzo.ops.linear.operand import Operand
 from terrazzo.ops.linear.params import factor_macros
 from terrazzo.ops.linear.sizes import UNIT_K, sizes
 from terrazzo.ops.linear.stages import Shape, fill_macros, operand_macros
+from terrazzo.ops.products.codes import BLOCK_WORDS
 from terrazzo.ops.tiles.calls import (
     matrix,
     mma_kind,

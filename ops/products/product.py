@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from terrazzo.lowering.targets import CAPABILITIES
 from terrazzo.ops.products.codes import Codes
 from terrazzo.ops.products.planes import Plane, Shape, Size
-from terrazzo.ops.products.ways import DIRECT, WAYS, Input, Way
+from terrazzo.ops.products.ways import DIRECT, WAYS, Input, Way, numerics_of
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Product:
     @property
     def numerics(self) -> tuple[str, ...]:
         """What a caller may choose besides "auto"."""
-        return tuple(way.name for way in self.ways if way.asked)
+        return numerics_of(self.codes)
 
     @property
     def wide(self) -> bool:
@@ -105,9 +105,14 @@ class Product:
         return self.ways[0].rule == DIRECT
 
     @property
+    def converted(self) -> bool:
+        """Whether 4-bit codes become bytes, and norms and gates may make those of the activations."""
+        return self.x.quant is not None and not self.direct
+
+    @property
     def planned(self) -> bool:
         """Whether a weight is packed by a plan of its own, of blocks of x in 4 and in 8 bits."""
-        return not (self.wide or self.x.quant)
+        return not self.wide and self.x.quant is None
 
     @property
     def targets(self) -> dict[str, str]:

@@ -27,3 +27,9 @@ _BY_CODES = {one.codes.name: one for one in PRODUCTS}
 def of_codes(codes: str | Codes) -> Product:
     """The product of a weight's codes: each has codes of its own."""
     return _BY_CODES[codes if isinstance(codes, str) else codes.name]
+
+
+def asked_for(root: str, dequantization: str = "auto") -> Product:
+    """The product of a module of terrazzo.ops; a dequantization "e4m3" asks for the one on such activations."""
+    alike = [one for one in PRODUCTS if one.root == root]
+    return next((one for one in alike if one.x.quant == dequantization), alike[0])

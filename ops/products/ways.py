@@ -106,9 +106,14 @@ WAYS: dict[str, tuple[Way, ...]] = {
 """Name of codes -> their ways, the usual one first."""
 
 
-def get_way(of: Codes, name: str) -> Way | None:
-    """The way of this name, None where the codes have none."""
-    return next((way for way in WAYS[of.name] if way.name == name), None)
+def get_way(of: Codes, name: str) -> Way:
+    """The way of this name."""
+    return next(way for way in WAYS[of.name] if way.name == name)
+
+
+def numerics_of(of: Codes) -> tuple[str, ...]:
+    """What a caller may choose besides "auto"."""
+    return tuple(way.name for way in WAYS[of.name] if way.asked)
 
 
 def choose_way(of: Codes, scale_dtype: str, dtype: str, few: bool) -> Way:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
+from terrazzo.ops.products.ways import get_way
 from terrazzo.ops.weight_only.decoding import decode, per_column
 from terrazzo.ops.weight_only.integers import PackedWeight, QuantizedWeight
 from terrazzo.ops.weight_only.reference import STEP_K, STEP_UNITS, gemm, rounded
@@ -90,7 +91,8 @@ def forward_error_bound(
     own_zero = weight.format.zero
     ref = gemm(x, weight, numerics, bias)
     if numerics == "post":
-        b, zeros = get_converter(weight.format.unscaled[name]).bias[0], torch.full_like(weight.codes[:, :1], own_zero)
+        b = get_converter(get_way(weight.format, numerics).converter(name)).bias[0]
+        zeros = torch.full_like(weight.codes[:, :1], own_zero)
         zeros = zeros if weight.zeros is None else per_column(weight.zeros, weight)
         magnitude = (weight.codes.double() + b).abs() + (zeros.double() + b).abs()
         magnitude = magnitude * per_column(weight.scales, weight).double().abs()

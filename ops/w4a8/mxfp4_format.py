@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
-from terrazzo.ops.formats.weight import MXFP4
 from terrazzo.ops.linear.bytes.fp8_problem import E2M1
+from terrazzo.ops.products.codes import MXFP4
 from terrazzo.ops.w4a8 import fp8_format
 from terrazzo.ops.weight_only import format as small_floats
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.products.ways import numerics_of
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,7 @@ def decode(weight: QuantizedWeight, numerics: str, dtype: torch.dtype | None) ->
     import torch
 
     scales = weight.scales
-    if numerics not in (known := weight.format.numerics):
+    if numerics not in (known := numerics_of(weight.format)):
         raise ArgumentError(
             "numerics", numerics, f"must be one of {known}", "name the numerics: 'auto' depends on the problem"
         )

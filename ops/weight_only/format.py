@@ -2,7 +2,7 @@
 
     w[n, k] = value(codes[n, k]) * scales[n, k // g]
 
-What a code is worth, its bits and the scales' form are those of a format of `terrazzo.ops.formats`. Every importer and
+What a code is worth, its bits and the scales' form are those of a format of `terrazzo.ops.products`. Every importer and
 quantizer ends in the canonical form; `pack` turns it into the one packed form that the kernels of the format read.
 """
 
@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
-from terrazzo.ops.formats.weight import SMALL_SCALES, WeightFormat, get_weight_format
-from terrazzo.ops.linear.operand import SCALE_BYTES
+from terrazzo.ops.products.codes import SCALE_BYTES, SMALL_SCALES, Codes, get_codes
 from terrazzo.ops.weight_only import small_scales
 from terrazzo.ops.weight_only.packed import BLOCK_N, WeightOnly, layout_of, padded, row_order
 
@@ -74,7 +73,7 @@ class QuantizedWeight(weights.Canonical):
             ArgumentError: for anything that does not fit, and for codes and scales that are NaN or, of float32 scales,
                 infinite or negative.
         """
-        form = get_weight_format(weight)
+        form = get_codes(weight)
         codes = _codes(weights.as_tensor("codes", codes), form)
         n, k = codes.shape
         scales = weights.as_tensor("scales", scales, codes.device)
@@ -97,9 +96,9 @@ class QuantizedWeight(weights.Canonical):
         return cls(codes, scales, min(group_size, k) if form.one_group else group_size, form.name, bias, factors)
 
     @property
-    def format(self) -> WeightFormat:
-        """What its codes are, a value of `terrazzo.ops.formats.weight`."""
-        return get_weight_format(self.weight)
+    def format(self) -> Codes:
+        """What its codes are, a value of `terrazzo.ops.products.codes`."""
+        return get_codes(self.weight)
 
     @property
     def scale_dtype(self) -> str:
@@ -118,7 +117,7 @@ class QuantizedWeight(weights.Canonical):
 
     def dequantize(self, numerics: str = "exact", dtype: torch.dtype | None = None) -> torch.Tensor:
         """float64 [N, K], exactly what codes and scales mean, but what an operand keeps of them where scales are folded
-        into it (formats/weight.py): in float16 as `dtype`, and of FP8 with 16-bit scales."""
+        into it (products/codes.py): in float16 as `dtype`, and of FP8 with 16-bit scales."""
         import torch
 
         form = self.format
@@ -150,7 +149,7 @@ class PackedWeight(WeightOnly):
         words: int32 [Kp/KB, Np/64, 512]; codes in the order of the format's layout, KB k in a block.
         params: uint8 [records, Np/64, R]: for each group of k the scales of 64 rows (order: warp, g, pair), e8m0 ones
             as the power of two that lacks to the row's largest; e4m3 ones of four groups in the words and bytes of
-            formats/weight.py; then, in records of R bytes, 64 float32 factors of
+            products/codes.py; then, in records of R bytes, 64 float32 factors of
             rows, in their order: the row's largest power of two, or its scale or factor.
         n, k: true sizes; Np = ceil(n/64)*64, Kp = ceil(k/128)*128. Padded codes, scales and factors are 0.
         group_size: of the format's, or k. weight: name of the format. scale_dtype: of the scales of groups.
@@ -214,7 +213,7 @@ class PackedWeight(WeightOnly):
     def check_facts(self) -> None:
         """Raise ArgumentError unless the format is known and n, k and group_size are such as `pack` writes."""
         super().check_facts()
-        if self.scale_dtype not in get_weight_format(self.weight).scales:
+        if self.scale_dtype not in get_codes(self.weight).scales:
             constraint = f"must be one of {self.format.scales} in {self.weight}"
             raise ArgumentError("scale_dtype", self.scale_dtype, constraint, "pack the weight again")
         if self.group_size not in self.format.groups and not self.format.one_group:
@@ -322,7 +321,7 @@ def made(
     return QuantizedWeight.canonical(codes, scales, **facts)
 
 
-def _relative(scales: torch.Tensor, form: WeightFormat) -> tuple[torch.Tensor, torch.Tensor]:
+def _relative(scales: torch.Tensor, form: Codes) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales of groups as they are stored, and float32 factors of rows: of 16-bit scales a power of two of the row."""
     import torch
 
@@ -352,7 +351,7 @@ def largest_scales(weight: QuantizedWeight) -> torch.Tensor:
     return torch.where(largest < 0, 127, largest)
 
 
-def _codes(codes: torch.Tensor, form: WeightFormat) -> torch.Tensor:
+def _codes(codes: torch.Tensor, form: Codes) -> torch.Tensor:
     import torch
 
     if form.bits == 8 and weights.dtype_name(codes) == "float8_e4m3fn":
@@ -368,7 +367,7 @@ def _codes(codes: torch.Tensor, form: WeightFormat) -> torch.Tensor:
     return codes.contiguous()
 
 
-def _scales(scales: torch.Tensor, n: int, k: int, group_size: int, form: WeightFormat) -> torch.Tensor:
+def _scales(scales: torch.Tensor, n: int, k: int, group_size: int, form: Codes) -> torch.Tensor:
     """[N, G] of what `canonical` takes."""
     import torch
 

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import derived, grouped, launching, weights
-from terrazzo.ops.formats.weight import get_weight_format
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.linear import multistage as multistage_program
 from terrazzo.ops.linear import stream_k as stream_k_program
 from terrazzo.ops.linear.operand import Operand
+from terrazzo.ops.products.codes import get_codes
+from terrazzo.ops.products.table import of_codes
+from terrazzo.ops.products.ways import choose_way
 from terrazzo.ops.weight_only import op
 from terrazzo.ops.weight_only.packed import facts_of
 from terrazzo.schedules import linear_spaces, multistage, records, spaces
@@ -41,22 +43,22 @@ def plan(
     weight: str = "u4",
 ) -> Plan:
     """Kernel and launch sizes for m >= 1 tokens of all experts together. `device`: see `op.plan`."""
-    form = get_weight_format(weight)
+    form = get_codes(weight)
     _check_request(n, k, experts, group_size, weight)
     op.check_numerics(numerics, weight)
     group, k8 = op.group_of(group_size, k, weight), -(-k // 8) * 8
-    numerics = form.choose_numerics(scale_dtype, dtype, False) if numerics == "auto" else numerics
+    numerics = choose_way(form, scale_dtype, dtype, False).name if numerics == "auto" else numerics
     operand = Operand(group, symmetric, scale_dtype, dtype, numerics, weight)
     problem = op.problem_of(operand, n, k8, experts)
     space = linear_spaces.of(problem)
     facts = tuning_facts(n, k, experts, group_size, symmetric, scale_dtype, dtype, numerics, weight)
-    name, s = spaces.choose(space, f"{form.operator}_grouped", facts, target, m, device)
+    name, s = spaces.choose(space, f"{of_codes(form).record}_grouped", facts, target, m, device)
     common = dict(n=n, k=k8, group=group, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype, bias=bias)
     common |= {} if weight == "u4" else {"weight": weight}
     params = common | s.params() | {"numerics": numerics, "experts": experts}
     program = multistage_program if name == "multistage" else stream_k_program
     facts = (f"{program.__name__}:build", tuple(params.items()), target, program.PASS_CONFIGS)
-    request = KernelRequest(f"{form.operator}.grouped", *facts, launching.ptx_flags(target, device))
+    request = KernelRequest(f"{of_codes(form).record}.grouped", *facts, launching.ptx_flags(target, device))
     if name == "multistage":
         return Plan(request, *multistage.launch_sizes(s, problem, m), ())
     return Plan(request, (target.sms, s.cta_blocks, s.block_tokens // 8, 128, 4), (target.sms, s.flags), ())
@@ -116,11 +118,11 @@ def grouped_requests(
     launching.check_flags(symmetric=symmetric, bias=bias)
     tokens = grouped.all_tokens(experts) if m is None else launching.tokens_of(m)
     facts = dict(group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype, weight=weight)
-    at, form = Target.parse(target), get_weight_format(weight)
+    at, form = Target.parse(target), get_codes(weight)
     if m is None:
-        tile = form.choose_numerics(scale_dtype, dtype, False) if numerics == "auto" else numerics
+        tile = choose_way(form, scale_dtype, dtype, False).name if numerics == "auto" else numerics
         recorded = tuning_facts(n, k, experts, **facts, numerics=tile)
-        tokens = (*tokens, *records.tokens(f"{form.operator}_grouped", recorded, at))
+        tokens = (*tokens, *records.tokens(f"{of_codes(form).record}_grouped", recorded, at))
     return launching.requests_of(
         plan(t, n, k, experts, **facts, numerics=numerics, bias=bias, target=at) for t in tokens
     )

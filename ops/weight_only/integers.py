@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
-from terrazzo.ops.formats.weight import WeightFormat, get_weight_format
 from terrazzo.ops.grouped_codes import GROUPS as GROUPS
 from terrazzo.ops.grouped_codes import MOST_ZERO, SCALE_DTYPES, GroupedCodes, check_perm
+from terrazzo.ops.products.codes import SCALE_BYTES, Codes, get_codes
 from terrazzo.ops.weight_only.decoding import decode
 from terrazzo.ops.weight_only.packed import BLOCK_K as BLOCK_K
 from terrazzo.ops.weight_only.packed import BLOCK_N, WeightOnly, layout_of, row_order
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 LAYOUT = "w4a16"
 WEIGHT = "u4"
 FILE_VERSION = "terrazzo.w4a16/1"
-_SCALE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,9 +39,9 @@ class QuantizedWeight(GroupedCodes):
     packed_kind: ClassVar[type[PackedWeight]]
 
     @property
-    def format(self) -> WeightFormat:
-        """What its codes are, a value of `terrazzo.ops.formats.weight`."""
-        return get_weight_format(self.weight)
+    def format(self) -> Codes:
+        """What its codes are, a value of `terrazzo.ops.products.codes`."""
+        return get_codes(self.weight)
 
     @property
     def scale_dtype(self) -> str:
@@ -112,7 +111,7 @@ class PackedWeight(WeightOnly):
 
         layout, rows = layout_of(self.format), row_order(self.format)
         codes = layout.unpack(self.words, self.n, self.words.shape[0] * layout.block_k)
-        scale_bytes, groups = BLOCK_N * _SCALE_BYTES[self.scale_dtype], -(-self.k // self.group_size)
+        scale_bytes, groups = BLOCK_N * SCALE_BYTES[self.scale_dtype], -(-self.k // self.group_size)
         params = self.params.transpose(0, 1)
         scales = params[..., :scale_bytes].contiguous().view(getattr(torch, self.scale_dtype))
         zeros = None if self.symmetric else rows.unpack(params[..., scale_bytes:], self.n)
@@ -143,7 +142,7 @@ class PackedWeight(WeightOnly):
         """Raise ArgumentError for scales that are not finite, zero points out of range, a perm that is none."""
         import torch
 
-        scale_bytes = BLOCK_N * _SCALE_BYTES[self.scale_dtype]
+        scale_bytes = BLOCK_N * SCALE_BYTES[self.scale_dtype]
         scales = self.params[..., :scale_bytes].contiguous().view(getattr(torch, self.scale_dtype))
         weights.check_finite("params", scales, "the file is damaged: get it again, or pack the weight again")
         most = MOST_ZERO[self.format.bits]
@@ -182,7 +181,7 @@ def packed_sizes(n: int, k: int, group_size: int, scale_dtype: str, symmetric: b
     """(Np, Kp, Gp, R): padded sizes, stored groups, bytes of params for 64 rows and one group."""
     np_, kp = -(-n // BLOCK_N) * BLOCK_N, -(-k // BLOCK_K) * BLOCK_K
     gp = 1 if group_size >= k else kp // group_size
-    return np_, kp, gp, BLOCK_N * (_SCALE_BYTES[scale_dtype] + (not symmetric))
+    return np_, kp, gp, BLOCK_N * (SCALE_BYTES[scale_dtype] + (not symmetric))
 
 
 @dlpack.accepting

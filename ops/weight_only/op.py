@@ -12,13 +12,15 @@ from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import derived, launching
-from terrazzo.ops.formats.weight import get_weight_format
 from terrazzo.ops.launching import Plan, ptx_flags, requests_of, tokens_of
 from terrazzo.ops.linear import multistage as multistage_program
 from terrazzo.ops.linear import small_batch as small_batch_program
 from terrazzo.ops.linear import stream_k as stream_k_program
 from terrazzo.ops.linear.operand import Operand
 from terrazzo.ops.linear.sizes import shapeless
+from terrazzo.ops.products.codes import get_codes
+from terrazzo.ops.products.table import of_codes
+from terrazzo.ops.products.ways import choose_way, numerics_of
 from terrazzo.ops.weight_only.packed import WeightOnly, facts_of
 from terrazzo.schedules import linear_spaces, multistage, records, spaces, stream_k
 from terrazzo.schedules.problem import Gemm
@@ -59,12 +61,12 @@ def plan(
     weight: str = "u4",
 ) -> Plan:
     """Kernel and launch sizes for M = m >= 1. `device` is the GPU that runs it where that is newer than `target`."""
-    form = get_weight_format(weight)
+    form = get_codes(weight)
     group = group_of(group_size, k, weight)
     k8 = -(-k // 8) * 8  # x rows must be multiples of 16 bytes
     common = dict(n=n, k=k8, group=group, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype, bias=bias)
     common |= {} if weight == "u4" else {"weight": weight}  # requests of u4 are older than the argument
-    chosen_numerics = lambda few: form.choose_numerics(scale_dtype, dtype, few) if numerics == "auto" else numerics
+    chosen_numerics = lambda few: choose_way(form, scale_dtype, dtype, few).name if numerics == "auto" else numerics
     operand = Operand(group, symmetric, scale_dtype, dtype, chosen_numerics(False), weight)
     problem = problem_of(operand, n, k8)
     runs_on = device or target
@@ -75,14 +77,14 @@ def plan(
         params = common | schedule.params() | {"numerics": numerics}
         if program is stream_k_program and not has_shape(weight, schedule):
             params = shapeless(params)
-        name = f"{form.operator}.{program.__name__.rpartition('.')[2]}"
+        name = f"{of_codes(form).record}.{program.__name__.rpartition('.')[2]}"
         entry = f"{program.__name__}:build"
         return KernelRequest(name, entry, tuple(params.items()), target, program.PASS_CONFIGS, flags)
 
     space = linear_spaces.of(problem)
     if numerics == "auto":
         facts = tuning_facts(n, k, group_size, symmetric, scale_dtype, dtype, weight)
-        program, s = spaces.choose(space, form.operator, facts, target, m, device)
+        program, s = spaces.choose(space, of_codes(form).record, facts, target, m, device)
     else:
         program, s = space.heuristic(target, m)
     if program == "small_batch":
@@ -109,7 +111,7 @@ def stand_in(request: KernelRequest) -> KernelRequest | None:
 
 def group_of(group_size: int, k: int, weight: str) -> int:
     """What programs call a group: 0 where one scale serves the whole row."""
-    return 0 if group_size >= k and get_weight_format(weight).one_group else group_size
+    return 0 if group_size >= k and get_codes(weight).one_group else group_size
 
 
 def problem_of(operand: Operand, n: int, k: int, experts: int = 0) -> Gemm:
@@ -160,7 +162,7 @@ def kernel_requests(
     facts = dict(group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype)
     at = Target.parse(target)
     recorded = tuning_facts(n, k, **facts, weight=weight)
-    operator = get_weight_format(weight).operator
+    operator = of_codes(get_codes(weight)).record
     tokens = (*tokens_of(m), *(records.tokens(operator, recorded, at) if m is None else ()))
     facts |= dict(bias=bias, numerics=numerics, target=at, weight=weight)
     return requests_of(plan(t, n, k, **facts) for t in tokens)
@@ -272,7 +274,7 @@ def _prepare(launches: launching.Launches, key: tuple, x: torch.Tensor, w: Weigh
     if m == 0:
         return ()
     chosen = _plan_for(w, m, dtype, not no_bias, numerics, *launching.targets(w.target, x.device))
-    found = launching.prepared(chosen, m, x, at, f"{w.format.operator}.gemm")
+    found = launching.prepared(chosen, m, x, at, f"{of_codes(w.format).record}.gemm")
     (no_bias,) = launching.stand_ins(x.device, x.dtype)
     found = (*found, launching.argument(no_bias))
     launching.keep(launches, key, found, chosen, x.device)
@@ -285,14 +287,14 @@ def _plan_for(w: WeightOnly, m: int, dtype: str, bias: bool, numerics: str, targ
 
 
 def check_numerics(numerics: str, weight: str = "u4") -> None:
-    known = ("auto", *get_weight_format(weight).numerics)
+    known = ("auto", *numerics_of(get_codes(weight)))
     if numerics not in known:
         raise ArgumentError("numerics", numerics, f"must be one of {known}", "leave it 'auto'")
 
 
 def check_group(group_size: int, k: int, weight: str) -> None:
     """Raise ArgumentError unless kernels of the format read groups of this size."""
-    form = get_weight_format(weight)
+    form = get_codes(weight)
     if form.one_group or group_size not in form.groups:
         launching.check_group(group_size, k, form.groups)
     if not form.one_group and group_size not in form.groups:

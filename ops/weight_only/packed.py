@@ -1,4 +1,4 @@
-"""What packed weights of every format of `terrazzo.ops.formats` are to the host code that multiplies them."""
+"""What packed weights of every format of `terrazzo.ops.products` are to the host code that multiplies them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.ops import weights
-from terrazzo.ops.formats.weight import BLOCK_ROWS, BLOCK_WORDS, WeightFormat, get_weight_format
+from terrazzo.ops.products.codes import BLOCK_ROWS, BLOCK_WORDS, HALVES, Codes, get_codes
+from terrazzo.ops.products.table import of_codes
+from terrazzo.ops.products.ways import choose_way
 
 if TYPE_CHECKING:
     import torch
@@ -40,9 +42,9 @@ class WeightOnly(weights.Packed):
     target: str | None
 
     @property
-    def format(self) -> WeightFormat:
-        """What its codes are, a value of `terrazzo.ops.formats.weight`."""
-        return get_weight_format(self.weight)
+    def format(self) -> Codes:
+        """What its codes are, a value of `terrazzo.ops.products.codes`."""
+        return get_codes(self.weight)
 
     @property
     def nbytes(self) -> int:
@@ -74,39 +76,39 @@ def packed_shapes(
     """Shapes of words and params."""
     from terrazzo.ops.linear.operand import Operand
 
-    form, (np_, kp) = get_weight_format(weight), padded(n, k)
-    dtype = scale_dtype if scale_dtype in form.dtypes else form.dtypes[0]
-    group = 0 if group_size >= k and form.one_group else group_size
-    numerics = form.choose_numerics(scale_dtype, dtype, False)
+    codes, (np_, kp) = get_codes(weight), padded(n, k)
+    dtype = scale_dtype if scale_dtype in HALVES else HALVES[0]
+    group = 0 if group_size >= k and codes.one_group else group_size
+    numerics = choose_way(codes, scale_dtype, dtype, False).name
     operand = Operand(group, symmetric, scale_dtype, dtype, numerics, weight)
-    words = (form.blocks(kp), np_ // BLOCK_N, BLOCK_WORDS)
+    words = (codes.blocks(kp), np_ // BLOCK_N, BLOCK_WORDS)
     return words, (operand.records(kp), np_ // BLOCK_N, operand.record_bytes)
 
 
-def layout_of(form: WeightFormat) -> PackedLayout:
+def layout_of(codes: Codes) -> PackedLayout:
     """The layout of a format's codes."""
     from terrazzo.layouts.instances import get_instance
 
-    return get_instance(form.layout)
+    return get_instance(of_codes(codes).layout)
 
 
-def row_order(form: WeightFormat) -> RowLayout:
+def row_order(codes: Codes) -> RowLayout:
     """The order of its scales of 64 rows."""
     from terrazzo.layouts.rows import derive_rows
 
-    layout = layout_of(form)
+    layout = layout_of(codes)
     return derive_rows(layout.fragment, layout.block_rows)
 
 
 @cache
 def layout_identity(weight: str) -> str:
     """Of the layout that the kernels of this version read."""
-    return layout_of(get_weight_format(weight)).identity
+    return layout_of(get_codes(weight)).identity
 
 
 def kind_of(weight: str) -> type[WeightOnly]:
     """The class of packed weights of a format."""
-    return import_module(f"terrazzo.ops.{get_weight_format(weight).operator}").PackedWeight
+    return import_module(f"terrazzo.ops.{of_codes(get_codes(weight)).module}").PackedWeight
 
 
 def facts_of(w: WeightOnly) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
-from terrazzo.ops.formats.weight import E2M1
+from terrazzo.ops.products.codes import E2M1
 from terrazzo.ops.weight_only.format import QuantizedWeight
 
 if TYPE_CHECKING:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from terrazzo.ops.products.ways import choose_way
+
 if TYPE_CHECKING:
     import torch
     from terrazzo.ops.weight_only.format import QuantizedWeight
@@ -41,7 +43,7 @@ def forward(
         numerics: "auto" is what the operator takes for many tokens.
     """
     if numerics == "auto":
-        numerics = weight.format.choose_numerics(weight.scale_dtype, str(x.dtype)[6:], False)
+        numerics = choose_way(weight.format, weight.scale_dtype, str(x.dtype)[6:], False).name
     return gemm(x, weight, numerics, bias).to(x.dtype)
 
 

@@ -2,7 +2,7 @@
 
 The packed byte has five bits of exponent, with bias 21, and three of mantissa. All e4m3 numbers above 0 have one,
 96..238; kernels put it in front of an operand's bits as it is. Two words hold those of two rows and 64 k, where
-`PAIRED` of formats/weight.py says.
+`PAIRED` of products/codes.py says.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from terrazzo.ops import weights
 
 if TYPE_CHECKING:
     import torch
-    from terrazzo.ops.formats.weight import WeightFormat
+    from terrazzo.ops.products.codes import Codes
 
 LEAST = 1
 """Of e4m3's codes above 0: 2^-9."""
@@ -73,7 +73,7 @@ def bytes_of(records: torch.Tensor) -> torch.Tensor:
 
 
 def signless(
-    codes: torch.Tensor, scales: torch.Tensor, group_size: int, form: WeightFormat
+    codes: torch.Tensor, scales: torch.Tensor, group_size: int, form: Codes
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [N, K] and uint8 scales [N, G] above 0 that mean the same.
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from terrazzo.ops import launching
-from terrazzo.ops.formats.weight import WEIGHTS
 from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.products.codes import WIDE
+from terrazzo.ops.products.table import of_codes
 from terrazzo.ops.weight_only.packed import WeightOnly, kind_of
 
 
@@ -16,7 +17,7 @@ def call(x: torch.Tensor, w: WeightOnly, bias: torch.Tensor | None, numerics: st
     """`gemm` as one opaque node of a graph; see `terrazzo.ops.weight_only.entry.gemm`."""
     if bias is None and w.bias is not None:
         bias = w.bias.to(x.dtype)
-    return getattr(torch.ops.terrazzo, f"{w.format.operator}_gemm")(
+    return getattr(torch.ops.terrazzo, f"{of_codes(w.format).record}_gemm")(
         x, w.words, w.params, w.perm, bias, w.n, w.k, w.group_size, w.scale_dtype, w.symmetric, w.layout,
         w.target or "", numerics,
     )  # fmt: skip
@@ -29,7 +30,7 @@ def call_grouped(
     s = w.stacked
     if bias is None and s.bias is not None:
         bias = s.bias.to(x.dtype)
-    return getattr(torch.ops.terrazzo, f"{s.format.operator}_grouped_gemm")(
+    return getattr(torch.ops.terrazzo, f"{of_codes(s.format).record}_grouped_gemm")(
         x, s.words, s.params, expert_offsets, bias, s.n, s.k, s.group_size, s.scale_dtype, s.symmetric, s.layout,
         s.target or "", numerics,
     )  # fmt: skip
@@ -114,5 +115,5 @@ def _fake_grouped(x, words, params, expert_offsets, bias, n, *_):
     return x.new_empty((x.shape[0], n))
 
 
-for _form in WEIGHTS.values():
-    _register(_form.name, _form.operator)
+for _form in WIDE.values():
+    _register(_form.name, of_codes(_form).record)

@@ -13,7 +13,9 @@ from terrazzo.autotune.weight_only_bench import WeightOnlySettings, WeightOnlySh
 from terrazzo.lowering.errors import CompileError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import w4a16
-from terrazzo.ops.formats.weight import WEIGHTS
+from terrazzo.ops.products.codes import WIDE
+from terrazzo.ops.products.table import of_codes
+from terrazzo.ops.products.ways import choose_way
 from terrazzo.ops.w4a16 import reference
 from terrazzo.ops.weight_only import reference as floats
 
@@ -104,24 +106,24 @@ def test_other_settings(on_the_cpu, settings):
     assert all(row["us"] for row in bench(**settings)["rows"])
 
 
-@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("weight", WIDE)
 def test_every_registered_format_is_measured(on_the_cpu, weight):
     """Its data, its oracle and its kernels follow from the registry; a wrong element has no time."""
-    form, spoilt = WEIGHTS[weight], 1.0
+    form, spoilt = WIDE[weight], 1.0
 
     def gemm(x, w, *, out=None):
         own = floats if form.values else reference
-        y = own.gemm(x, w, form.choose_numerics(w.scale_dtype, str(x.dtype)[6:], True))
+        y = own.gemm(x, w, choose_way(form, w.scale_dtype, str(x.dtype)[6:], True).name)
         y[-1, 5] *= spoilt
         return y.to(x.dtype) if out is None else out.copy_(y)
 
-    module = importlib.import_module(f"terrazzo.ops.{form.operator}")
+    module = importlib.import_module(f"terrazzo.ops.{of_codes(form).record}")
     on_the_cpu.setitem(vars(module), "gemm", gemm)
-    given = settings_of(form.operator, dtype="bfloat16")
+    given = settings_of(of_codes(form).record, dtype="bfloat16")
     run = lambda: gemm_bench.bench(given[0], SHAPES, (3,), given[1], lambda found: [None] * len(found), commit="abc")
     for row in run()["rows"]:
-        assert row["us"] == 10.0 and row["op"] == form.operator and row["peers"] == {"cublas_f16": 10.0}
-        assert row["schedule"].startswith(f"{form.operator}.small_batch ") and row["group"] == form.groups[-1]
+        assert row["us"] == 10.0 and row["op"] == of_codes(form).record and row["peers"] == {"cublas_f16": 10.0}
+        assert row["schedule"].startswith(f"{of_codes(form).record}.small_batch ") and row["group"] == form.groups[-1]
     spoilt = 1.5
     assert all(row["us"] is None and "1 of" in row["failure"] for row in run()["rows"])
 

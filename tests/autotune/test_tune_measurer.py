@@ -21,7 +21,8 @@ from terrazzo.autotune.runner import Runner, candidates
 from terrazzo.lowering import cache
 from terrazzo.lowering.errors import ArgumentError, ToolchainError
 from terrazzo.lowering.toolchain import toolchain
-from terrazzo.ops.formats.weight import WEIGHTS
+from terrazzo.ops.products.codes import WIDE
+from terrazzo.ops.products.table import of_codes
 from terrazzo.schedules import records
 
 COMMAND = (sys.executable, str(tuning.HERE / "cpu_measurer.py"))
@@ -63,11 +64,11 @@ MANY = {
     "w4ax": ("integer", dict(block_tokens=16, warpgroups=2, stages=4, raster=8), {"raster": 4}),
     "w4a8_grouped": ("grouped", TILE, {"raster": 4}),
     **{
-        one.operator: ("small_batch", GOOD | {"token_tiles": 2}, {"chunk": 2})
-        for one in WEIGHTS.values()
+        of_codes(one).record: ("small_batch", GOOD | {"token_tiles": 2}, {"chunk": 2})
+        for one in WIDE.values()
         if one.name != "u4"
     },
-    **{f"{one.operator}_grouped": ("grouped", TILE | {"stage_k": 64}, {"raster": 4}) for one in WEIGHTS.values()},
+    **{f"{of_codes(one).record}_grouped": ("grouped", TILE | {"stage_k": 64}, {"raster": 4}) for one in WIDE.values()},
     "w4a8_fp8_grouped": ("grouped", TILE, {"raster": 4}),
     "mxfp4_fp8_grouped": ("grouped", TILE, {"raster": 4}),
     "w8a8_grouped": ("grouped", TILE, {"raster": 4}),

@@ -21,7 +21,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from terrazzo.ops import w4a16
-from terrazzo.ops.formats.weight import get_weight_format
+from terrazzo.ops.products.codes import get_codes
+from terrazzo.ops.products.table import of_codes
+from terrazzo.ops.products.ways import numerics_of
 from terrazzo.ops.w4a16 import reference
 from terrazzo.ops.weight_only.reference import UNIT_ROUNDOFF
 
@@ -87,12 +89,12 @@ class Spec:
     @property
     def numerics(self) -> tuple[str, ...]:
         """The numerics that are defined for these dtypes."""
-        return get_weight_format(self.weight).numerics if self.scale_dtype == self.dtype else ("post",)
+        return numerics_of(get_codes(self.weight)) if self.scale_dtype == self.dtype else ("post",)
 
     @property
     def module(self) -> ModuleType:
         """The public names of its operator."""
-        return import_module(f"terrazzo.ops.{get_weight_format(self.weight).operator}")
+        return import_module(f"terrazzo.ops.{of_codes(self.weight).record}")
 
 
 @dataclass(frozen=True)

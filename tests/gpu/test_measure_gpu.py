@@ -6,7 +6,7 @@ import pytest
 import torch
 from terrazzo.autotune import measure
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.formats.weight import WEIGHTS
+from terrazzo.ops.products.codes import WIDE
 
 
 def test_a_graph_of_calls_takes_as_long_as_the_calls():
@@ -42,12 +42,12 @@ def test_call_overhead_leaves_the_kernel_out():
     assert measure.call_overhead_us(lambda: torch.mm(x, x), calls=20, rounds=2) < 500  # the product takes 1500 us
 
 
-@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("weight", WIDE)
 def test_the_comparison_runs(weight):
     from terrazzo.autotune.gemm_bench import bench
     from terrazzo.autotune.weight_only_bench import WeightOnlySettings, WeightOnlyShape
 
-    settings = WeightOnlySettings(budget_ms=2.0, weight=weight, group=WEIGHTS[weight].groups[-1])
+    settings = WeightOnlySettings(budget_ms=2.0, weight=weight, group=WIDE[weight].groups[-1])
     result = bench(WeightOnlyShape, {(1024, 1024): ("a",)}, (1, 64), settings)
     assert result["gpu"] == torch.cuda.get_device_name() and result["copy_gb_s"] > 0
     for row in result["rows"]:

@@ -10,8 +10,8 @@ import torch
 from terrazzo.lowering import Target, kernels, replacing
 from terrazzo.nn.formats import FAMILIES, Format
 from terrazzo.ops import launching, w4a16
-from terrazzo.ops.formats.weight import get_weight_format
 from terrazzo.ops.launching import Plan
+from terrazzo.ops.products.codes import get_codes
 from terrazzo.ops.weight_only import op
 
 M, N, K = 16, 8204, 4160
@@ -32,7 +32,7 @@ class Case:
     def plan(self, target: Target) -> Plan:
         """What its call launches."""
         form = Format.parse(self.form)
-        weight = get_weight_format(FAMILIES[form.family].weight_format)
+        weight = get_codes(FAMILIES[form.family].weight_format)
         scale = "float16" if form.family in ("w4a16", "w8a16") else weight.scales[0]
         facts = dict(group_size=form.group_size or self.k, symmetric=scale != "float16", scale_dtype=scale)
         more = dict(dtype="float16", bias=False, numerics="auto", target=target, device=target, weight=weight.name)

@@ -15,10 +15,8 @@ from terrazzo.layouts.units import derive_unit
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import CAPABILITIES, Target
 from terrazzo.nn import formats
-from terrazzo.ops import grouped, model_requests, ready, registry, stored_layers
-from terrazzo.ops.formats import weight
+from terrazzo.ops import grouped, ready, registry, stored_layers
 from terrazzo.ops.linear.bytes import fp8_problem, problem
-from terrazzo.ops.products import codes, ways
 from terrazzo.ops.products.planes import Size
 from terrazzo.ops.products.product import Product
 from terrazzo.ops.products.table import PRODUCTS, of_codes
@@ -90,14 +88,8 @@ def test_its_planes_have_the_shapes_of_packed_weights(product: Product):
 
 
 def test_tables_of_operators_are_derived():
-    direct = {one.record: one.x.quant for one in PRODUCTS if one.direct}
-    converted = [one for one in PRODUCTS if one.x.quant and not one.direct]
+    converted = [one for one in PRODUCTS if one.converted]
     converters = {one.record: {way.name: way.converter() for way in one.ways} for one in converted}
-    assert model_requests.OPERATORS == tuple(one.record for one in PRODUCTS)
-    assert model_requests._LAYOUTS == {one.record: one.layout for one in PRODUCTS}
-    assert model_requests._QUANTS == {one.record: one.x.quant for one in PRODUCTS if one.x.quant}
-    assert model_requests._W8A8 == direct
-    assert model_requests._ON_E4M3 == {it.record: it.ways[0].name for it in converted if it.x.quant == "e4m3"}
     assert w8a8_op.OPERATORS == {way.name: one.record for one in PRODUCTS if one.direct for way in one.ways}
     assert problem.DEQUANTIZATIONS == converters["w4a8"]
     assert fp8_problem.CONVERTERS == converters["w4a8_fp8"] | converters["mxfp4_fp8"]
@@ -140,20 +132,3 @@ def test_readers_and_rows_of_the_registry_are_derived():
 
 def of_record(record: str) -> Product:
     return next(one for one in PRODUCTS if one.record == record)
-
-
-@pytest.mark.parametrize("name", codes.WIDE)
-def test_codes_are_those_of_formats(name: str):
-    old, new = weight.WEIGHTS[name], codes.WIDE[name]
-    for field in ("bits", "groups", "one_group", "scales", "values", "zero", "lacks", "row_factors", "outer"):
-        assert getattr(old, field) == getattr(new, field)
-    assert old.record_groups == new.record_groups and old.step_words == new.step_words and old.block_k == new.block_k
-    assert (old.operator, old.layout) == (of_codes(name).record, of_codes(name).layout)
-    assert old.numerics == of_codes(name).numerics
-    for scale, dtype, few in every(old.scales, codes.HALVES, (False, True)):
-        way = ways.choose_way(new, scale, dtype, few)
-        assert way.name == old.choose_numerics(scale, dtype, few)
-    for way, dtype, symmetric in every(of_codes(name).ways, codes.HALVES, (False, True)):
-        plain = old.plain if symmetric and way.name == "exact" else {}
-        wanted = old.unscaled if way.name == "post" else {dtype: plain.get(dtype) or old.scaled[dtype][way.name]}
-        assert way.converter(dtype, symmetric) == wanted[dtype]

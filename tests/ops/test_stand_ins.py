@@ -11,8 +11,9 @@ import torch
 from terrazzo.lowering import KernelRequest, Target, kernels, replacing
 from terrazzo.lowering.errors import BundleError, CaptureError, CompileError, ToolchainError
 from terrazzo.ops import launching
-from terrazzo.ops.formats.weight import get_weight_format
 from terrazzo.ops.launching import Plan
+from terrazzo.ops.products.codes import get_codes
+from terrazzo.ops.products.table import of_codes
 from terrazzo.ops.weight_only import op
 from terrazzo.schedules.stream_k import StreamK
 
@@ -222,13 +223,13 @@ def test_small_batch_has_a_stand_in_that_serves_every_n_of_a_k():
 
 @pytest.mark.parametrize("weight", ("u8", "mxfp4", "nvfp4", "fp8"))
 def test_every_weight_format_has_stand_ins_or_kernels_without_a_shape(weight):
-    form = get_weight_format(weight)
+    form = get_codes(weight)
     scale = "float16" if weight == "u8" else form.scales[0]
     facts = dict(weight=weight, group_size=form.groups[0], symmetric=True, scale_dtype=scale)
     for m, name in ((1, "small_batch"), (64, "stream_k"), (1024, "stream_k")):
         plan = plan_of(m, 512, 1024, **facts)
         shaped = dict(plan.request.params)["n"] > 0
-        assert plan.request.name == f"{form.operator}.{name}" and (plan.stand_in is not None) == shaped
+        assert plan.request.name == f"{of_codes(form).record}.{name}" and (plan.stand_in is not None) == shaped
         assert shaped == (weight != "fp8" or m == 1)
 
 

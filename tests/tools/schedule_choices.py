@@ -27,7 +27,8 @@ from terrazzo.autotune.operators import OPERATORS
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching
-from terrazzo.ops.formats.weight import WEIGHTS
+from terrazzo.ops.products.codes import WIDE
+from terrazzo.ops.products.table import of_codes
 from terrazzo.schedules import records
 from terrazzo.schedules.models import MODELS, shapes
 
@@ -85,8 +86,8 @@ def _settings() -> Iterator[tuple[str, dict]]:
         yield f"w4a8{suffix}", {"group": 32, "out_dtype": "int32"}
         yield f"w4a8_fp8{suffix}", {"plain": True}
         yield f"w4a8_fp8{suffix}", {"group": 32}
-    for form in WEIGHTS.values():
-        yield from ((f"{form.operator}{suffix}", {}) for suffix in ("", "_grouped") if form.values)
+    for form in WIDE.values():
+        yield from ((f"{of_codes(form).record}{suffix}", {}) for suffix in ("", "_grouped") if form.values)
     yield "w8a8", {"plain": True}
     yield "w8a8_fp8", {"plain": True}
     yield "w8a8_fp8", {"group": 128}

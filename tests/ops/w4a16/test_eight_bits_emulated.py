@@ -14,8 +14,9 @@ from terrazzo.layouts.converters.base import mul_f16, register, sub_f16
 from terrazzo.layouts.fragment import Fragment
 from terrazzo.layouts.packed import derive
 from terrazzo.lowering.toolchain import toolchain
-from terrazzo.ops.formats import weight as formats
 from terrazzo.ops.linear import multistage, small_batch, stream_k
+from terrazzo.ops.products import codes as own
+from terrazzo.ops.products import ways
 from terrazzo.ops.w4a16 import QuantizedWeight
 from terrazzo.schedules.multistage import Multistage
 from terrazzo.schedules.small_batch import SmallBatch
@@ -30,16 +31,10 @@ pytestmark = [
     pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing"),
 ]
 NAME, MAGIC = "offset_bytes", 1024 + 128
-FORMAT = formats.WeightFormat(
-    name=NAME,
-    operator=NAME,
-    layout="",
-    bits=8,
-    groups=(32, 64, 128),
-    scaled={"float16": {"exact": f"{NAME}_exact"}},
-    unscaled={"float16": f"{NAME}_plain"},
-    scales=("float16",),
-    zero=0,
+CODES = own.Codes(NAME, 8, (32, 64, 128), True, 128, ("float16",))
+WAYS = (
+    ways.Way("exact", ways.FOLD, {"float16": f"{NAME}_exact"}),
+    ways.Way("post", ways.POST, {"float16": f"{NAME}_plain"}),
 )
 """Codes 0..255 that stand for code - 128, a scale for each group."""
 
@@ -65,7 +60,8 @@ def converter(form: str) -> Converter:
 def known(monkeypatch):
     """The format and its converters are registered for a test; compiling happens in this process."""
     names = (f"{NAME}_exact", f"{NAME}_plain")
-    monkeypatch.setitem(formats.WEIGHTS, NAME, FORMAT)
+    monkeypatch.setitem(own.WIDE, NAME, CODES)
+    monkeypatch.setitem(ways.WAYS, NAME, WAYS)
     for form in ("exact", "plain"):
         register(converter(form))
     monkeypatch.setattr(w4a16_on_cpu, "cuda_text", text_of)
@@ -95,10 +91,10 @@ def test_bytes_with_scales_of_groups(name, tmp_path):
     x = torch.randint(-2, 3, (m, k), generator=rng).half()
     # four words of a load are two k16 steps; the blocks of one k stand side by side
     layout = derive(Fragment.wgmma_a(16), CONVERTERS[f"{NAME}_exact"], 8, 4, ((0, 0), (0, 1)), "atom", "kr")
-    assert (layout.block_rows, layout.block_k) == (formats.BLOCK_ROWS, FORMAT.block_k)
+    assert (layout.block_rows, layout.block_k) == (own.BLOCK_ROWS, CODES.block_k)
     of_scales = QuantizedWeight.canonical(codes & 15, scales.half(), None, group_size=group).pack()
     packed = SimpleNamespace(words=layout.pack(codes).contiguous(), params=of_scales.params, bias=None)
-    assert packed.words.shape == (FORMAT.blocks(k), n // 64, formats.BLOCK_WORDS)
+    assert packed.words.shape == (CODES.blocks(k), n // 64, own.BLOCK_WORDS)
     run = Program(program, schedule, spec, numerics, tmp_path, target=target, weight=NAME)
     y = run.stream_k(x, packed, 2, 1) if program is stream_k else getattr(run, name.partition(",")[0])(x, packed)
     expected = x.double() @ ((codes.double() - 128) * scales.repeat_interleave(group, dim=1)).T

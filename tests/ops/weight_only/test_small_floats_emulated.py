@@ -8,6 +8,7 @@ import w4a16_on_cpu
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.linear import multistage, small_batch, stream_k
+from terrazzo.ops.products.ways import choose_way
 from terrazzo.ops.weight_only import reference
 from terrazzo.ops.weight_only.format import QuantizedWeight
 from terrazzo.schedules.multistage import Multistage
@@ -116,7 +117,7 @@ def test_integers_come_out_exactly(name, tmp_path):
     far, scale = 60 if dtype == "bfloat16" else 4, torch.float32 if group > 0 else bias.dtype
     w = made(weight, abs(group), 3, bias, far, scale)
     x = torch.randint(-2, 3, (m, K), generator=rng).to(bias.dtype)
-    numerics = w.format.choose_numerics(w.scale_dtype, dtype, program is small_batch)
+    numerics = choose_way(w.format, w.scale_dtype, dtype, program is small_batch).name
     run = Program(program, schedule, spec_of(case, True), numerics, tmp_path, target=target, weight=weight)
     packed = w.pack()
     y = (
@@ -146,7 +147,7 @@ def test_a_stand_in_has_the_bits_of_the_kernel_that_is_made_for_the_shape(name, 
     rng = torch.Generator().manual_seed(7)
     w = made(weight, abs(group), 3, None, 4)
     x = torch.randn(m, K, generator=rng).to(getattr(torch, dtype))
-    numerics = w.format.choose_numerics(w.scale_dtype, dtype, program is small_batch)
+    numerics = choose_way(w.format, w.scale_dtype, dtype, program is small_batch).name
     ys = []
     for generic in (False, True):
         folder = tmp_path / str(generic)
@@ -181,7 +182,7 @@ def test_experts_of_which_one_has_no_tokens(weight, group, program, tmp_path):
     experts = [made(weight, group, seed, None) for seed in range(3)]
     schedule, target = (WIDE, "sm_90a") if program is stream_k else (Multistage(32, 4, 2, 3), "sm_80")
     case = (program, schedule, target, 40, weight, group, "bfloat16")
-    numerics = experts[0].format.choose_numerics(experts[0].scale_dtype, "bfloat16", False)
+    numerics = choose_way(experts[0].format, experts[0].scale_dtype, "bfloat16", False).name
     more = dict(target=target, experts=3, weight=weight)
     run = Program(program, schedule, spec_of(case, False), numerics, tmp_path, **more)
     x = torch.randint(-2, 3, (40, K), generator=torch.Generator().manual_seed(1)).bfloat16()
