@@ -29,8 +29,9 @@ KV = ("int8", "int8")
 def make(folder: Path, weights: str, layers: int) -> int:
     """Write a folder with random weights; its bytes."""
     from terrazzo.nn import Dense
-    from terrazzo.nn import transformers_model as models
     from terrazzo.nn.architectures import shape_of
+    from terrazzo.nn.causal import skeleton
+    from terrazzo.nn.transformers_model import Body
     from transformers import LlamaConfig
 
     d = decode_step
@@ -39,9 +40,9 @@ def make(folder: Path, weights: str, layers: int) -> int:
         num_attention_heads=d.HEADS, num_key_value_heads=d.KV_HEADS, head_dim=d.HEAD_DIM, rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, dtype="float16",
     )  # fmt: skip
-    model, made = models.skeleton(config), decode_step.Model(weights, layers)
+    model, made = skeleton(config), decode_step.Model(weights, layers)
     model.lm_head = Dense(made.head)
-    model.model = models.Body(made.decoder, shape_of(config), KV, 8192)
+    model.model = Body(made.decoder, shape_of(config), KV, 8192)
     model.save_pretrained(folder)
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 

@@ -51,7 +51,8 @@ import torch  # noqa: E402
 from terrazzo.integrations import transformers_functions as functions  # noqa: E402
 from terrazzo.integrations.transformers_functions import FunctionCache, new_cache, pack  # noqa: E402
 from terrazzo.nn import foreign  # noqa: E402
-from terrazzo.nn.transformers_model import METHOD, VERSION, class_of  # noqa: E402
+from terrazzo.nn.causal import class_of  # noqa: E402
+from terrazzo.nn.folders import METHOD, VERSION  # noqa: E402
 from terrazzo.ops.weights import path_of  # noqa: E402
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer  # noqa: E402
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING  # noqa: E402
@@ -156,7 +157,8 @@ class TerrazzoQuantizer(HfQuantizer):
         model._keys_to_ignore_on_load_unexpected = [".*"] if held is None else type(held)([".*"])
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        from terrazzo.nn.loading import load, name_ends, weights_name
+        from terrazzo.nn.loading import load
+        from terrazzo.nn.reading import name_ends, weights_name
 
         stated: TerrazzoConfig = self.quantization_config
         config = deepcopy(model.config)

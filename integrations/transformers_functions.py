@@ -22,7 +22,7 @@ from terrazzo.nn import products
 from terrazzo.nn.experts import GroupedLinear
 from terrazzo.nn.formats import Format
 from terrazzo.nn.linear import Linear
-from terrazzo.nn.loading import kv_formats, needs_scales, weights_name
+from terrazzo.nn.reading import kv_formats, needs_scales, weights_name
 from terrazzo.nn.transformers_cache import PAGE, PagedCache, PagedLayer
 from terrazzo.ops import moe
 from terrazzo.ops.attention.kv_cache import Batch, KVCache

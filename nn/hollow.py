@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
+from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.nn import loading
+from terrazzo.nn.decoder import Decoder
 from terrazzo.nn.module import PackedModule
 from terrazzo.nn.parallel import TensorParallel
 from terrazzo.nn.preparing import kernel_requests
+from terrazzo.nn.reading import FileTensors
 from terrazzo.nn.sources import Stored
 from terrazzo.ops.checkpoints import TensorFiles
 from terrazzo.ops.shards import Cut
@@ -24,15 +25,8 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 """Of safetensors, by torch's names; words of other dtypes are none of ours."""
 
 
-class _Hollow(Mapping):
+class _Hollow(FileTensors):
     """Tensors of a folder's files by name, on meta."""
-
-    def __init__(self, files: TensorFiles) -> None:
-        self.files = files
-
-    def shape(self, name: str) -> list[int]:
-        """Of one tensor, unread."""
-        return self.files.describe(name)[1]
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name.endswith(NOTED):
@@ -41,14 +35,7 @@ class _Hollow(Mapping):
         return torch.empty(shape, dtype=getattr(torch, _DTYPES.get(dtype, "uint8")), device="meta")
 
     def part(self, name: str, cut: Cut) -> torch.Tensor:
-        """What a cut takes of one tensor, on meta."""
         return cut.of(self[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.files.places)
-
-    def __len__(self) -> int:
-        return len(self.files.places)
 
 
 class _Noted(Stored):
@@ -67,7 +54,7 @@ def requests(
     dtype: torch.dtype | None = None,
     page: int = 128,
     ranks: int = 1,
-) -> tuple[list[Any], dict[str, str]]:
+) -> tuple[list[KernelRequest], dict[str, str]]:
     """Kernels of a folder that `save_pretrained` or `quantize_folder` wrote, and name -> identity of their layouts.
 
     Args:
@@ -89,7 +76,7 @@ def requests(
     for layer in packed:  # its weight over tensors without data, which `packed` would refuse
         layer._kept = (tuple(layer._buffers.items()), layer._make())
     facts = dict(dtype=found, page=page, target=target)
-    made: dict[Any, None] = {}
+    made: dict[KernelRequest, None] = {}
     for each in [it or stated for it in kv] or [None]:  # a model that states no formats has no attention without them
         made |= dict.fromkeys(kernel_requests(model, tokens, kv=each, **facts))
     layouts = {}
@@ -99,15 +86,13 @@ def requests(
     return list(made), layouts
 
 
-def _built(folder: str | Path, dtype: torch.dtype | None) -> tuple[Any, Any, tuple[str, str]]:
+def _built(folder: str | Path, dtype: torch.dtype | None) -> tuple[Decoder, nn.Module, tuple[str, str]]:
     """Decoder and head on meta, and the formats of keys and values that the folder names."""
-    from terrazzo.nn.architectures import Builder, shape_of
+    from terrazzo.nn.architectures import Builder
 
-    module = loading._transformers()
-    own, config = loading.read_config(folder, None)
-    found, shape = loading.dtype_of(config, dtype), shape_of(config)
-    source = _Noted(_Hollow(TensorFiles(folder)), torch.device("meta"), found)
-    rotaries = [rotary.to("meta") for rotary in module.rotaries_of(module.skeleton(config), shape)]
-    builder = Builder(shape, source, rotaries)
+    meta = torch.device("meta")
+    opened = loading.transformers_side().Opened(folder, meta, dtype=dtype)
+    opened.build()
+    builder = Builder(opened.shape, _Noted(_Hollow(TensorFiles(folder), meta), meta, opened.dtype), opened.rotaries)
     decoder = builder.decoder()
-    return decoder, builder.head(decoder), loading.kv_formats(own.get("kv", loading.weights_name(found)))
+    return decoder, builder.head(decoder), opened.formats

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.nn import claims, loading
+from terrazzo.nn import folders, loading, reading
 from terrazzo.nn.calibrating import CALIBRATED, Calibration
 from terrazzo.nn.formats import Format
 from terrazzo.nn.joined import rows_of
@@ -71,16 +71,14 @@ def quantize_folder(
     form = Format.parse(format)
     if form.family == "w4ax" and calibration is None:
         raise ArgumentError("calibration", None, f"{form} needs to see activations", TEXT)
-    model_module = loading._transformers()
-    to = weights.device_of(device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu"))
-    own, config = loading.read_config(source, None, trust_remote_code)
-    if own:
+    causal, to = loading.transformers_side(), reading.device_of(device)
+    opened = causal.Opened(source, to, dtype=dtype, kv=kv, trust_remote_code=trust_remote_code)
+    if opened.own:
         raise ArgumentError("source", str(source), "is packed already", "quantize the float model")
-    found = loading.dtype_of(config, dtype)
-    formats = loading.kv_formats(kv if kv is not None else loading.weights_name(found))
-    if calibration is None and (static := loading.needs_scales(formats)):
+    found, formats, shape = opened.dtype, opened.formats, opened.shape
+    if calibration is None and (static := reading.needs_scales(formats)):
         raise ArgumentError("calibration", None, f"kv={static[0]!r} needs to see keys and values", TEXT)
-    if calibration is not None and not (form.family in CALIBRATED or loading.needs_scales(formats)):
+    if calibration is not None and not (form.family in CALIBRATED or reading.needs_scales(formats)):
         constraint = f"{form} takes nothing from a text: {', '.join(CALIBRATED)} do, and static formats of kv"
         raise ArgumentError("calibration", "a text", constraint, "leave it out, or name another format")
     checkpoint = Checkpoint(source)
@@ -90,33 +88,29 @@ def quantize_folder(
     if form.family == "w4a8":
         options = {"rule": "search"} | dict(options or {})
     settings = {
-        "format": str(form), "dtype": loading.weights_name(found), "options": digest_of(dict(options or {})),
-        "version": model_module.VERSION, "target": target, "calibration": digest_of(calibration),
+        "format": str(form), "dtype": reading.weights_name(found), "options": digest_of(dict(options or {})),
+        "version": folders.VERSION, "target": target, "calibration": digest_of(calibration),
     }  # fmt: skip
 
-    from terrazzo.nn.architectures import Builder, shape_of
+    from terrazzo.nn.architectures import Builder
 
-    shape, errors = shape_of(config), {}
-    size_of = lambda name: checkpoint.describe(name)[1]
-    claims.check_tensors(shape, checkpoint.names(), size_of, checkpoint.layers())
-    skeleton = model_module.skeleton(config)
-    rotaries = [rotary.to(to) for rotary in model_module.rotaries_of(skeleton, shape)]
-    generation = loading.generation_config(source)
-    claims.check_ends(generation or skeleton.generation_config, "the folder")
-    skeleton.generation_config = generation or skeleton.generation_config
-    loading.name_ends(skeleton, source, config)
+    errors: dict[str, float] = {}
     note: dict[str, float] = {}
     made = Published(
         checkpoint, {}, to, found, quantize=form, options=options, target=target,
         report=lambda name, packed, weight: note.__setitem__(name, error_of(packed, weight)),
     )  # fmt: skip
+    opened.check(made)
+    opened.build()
+    opened.name_ends()
+    skeleton = opened.model
     builder = Builder(shape, made, [])
     files: dict[str, list[str]] = {}
     with QuantizedFolder(folder, settings, source, read_files(checkpoint), verify) as out_folder, torch.no_grad():
         made.checkpoint = checkpoint = Checkpoint(source)  # as its files are now that they are known
         watched = None
         if calibration is not None:
-            watched = Calibration(Builder(shape, Published(checkpoint, {}, to, found), rotaries), calibration)
+            watched = Calibration(Builder(shape, Published(checkpoint, {}, to, found), opened.rotaries), calibration)
         for index in range(shape.layers):
             name, prefix = f"model-layer-{index:05}.safetensors", f"decoder.layers.{index}"
             held = out_folder.held(name)
@@ -131,16 +125,16 @@ def quantize_folder(
             errors |= found_errors
             if progress is not None:
                 progress(index + 1, shape.layers)
-        rest = _rest(builder, shape) | model_module.refusal_state()
+        rest = _rest(builder, shape) | folders.refusal_state()
         if watched is not None:
-            rest |= model_module.static_state(*watched.static(formats))
+            rest |= folders.static_state(*watched.static(formats))
         files["model-rest.safetensors"], _ = out_folder.write("model-rest.safetensors", rest, {})
         places = {tensor: name for name, held in files.items() for tensor in sorted(held)}
         size = sum((folder / name).stat().st_size for name in files)
-        out_folder.write_json(model_module.INDEX, {"metadata": {"total_size": size}, "weight_map": places})
+        out_folder.write_json(folders.INDEX, {"metadata": {"total_size": size}, "weight_map": places})
         skeleton.config.dtype = found
         facts = (skeleton.config, formats, skeleton.generation_config, source, "out", skeleton.assumed_end)
-        model_module.write_configs(folder, *facts)
+        folders.write_configs(folder, *facts)
         out_folder.finish()
     return errors
 

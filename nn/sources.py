@@ -487,9 +487,6 @@ class Stored(Source):
         super().__init__(device, dtype)
         self.tensors = tensors
 
-    def has(self, name: str) -> bool:
-        return name in self.tensors
-
     def scales(self, part: str, shape: Any) -> torch.Tensor | None:
         return self.read(f"kv.{part}_static") if self.has(f"kv.{part}_static") else None
 

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import re
-import tempfile
 from contextlib import nullcontext
-from copy import deepcopy
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from terrazzo.lowering import graphs
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.nn import claims, foreign
+from terrazzo.nn import folders
 from terrazzo.nn.architectures import Shape
-from terrazzo.nn.carried import carry
 from terrazzo.nn.config_fields import check_length
-from terrazzo.nn.decoder import Decoder, Rotary, positions_of
+from terrazzo.nn.decoder import Decoder, positions_of
 from terrazzo.nn.generation import NotFiniteError, check_temperature, end_tokens, finite
 from terrazzo.nn.parallel import TensorParallel
 from terrazzo.nn.transformers_cache import PAGE, TerrazzoCache
@@ -29,27 +20,16 @@ from terrazzo.ops import tensor_files, weights
 from terrazzo.ops.attention.kv_cache import KVCache
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache
 from transformers.generation import LogitsProcessor
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-METHOD = "terrazzo"
-"""`quant_method` of folders that `save_pretrained` writes."""
-VERSION = 1
-INDEX = "model.safetensors.index.json"
-SHARD = re.compile(r"model(-\d{5}-of-\d{5}|-layer-\d{5}|-rest)?\.safetensors(\.index\.json)?|terrazzo_quantize\.json")
-"""Files of weights in such folders, and in those of `terrazzo quantize`, with the note of its run."""
-WHERE = "save_directory"
-"""What save_pretrained names its folder by."""
 REFUSED = ("output_hidden_states", "output_attentions", "output_router_logits")
 """What transformers' models return on demand, and these do not keep."""
 _HOOKS = ("_hf_hook", "_old_forward")
 """What accelerate sets on a model that it offloads or spreads over devices."""
 SINGLE = {"num_beams": 1, "assistant_model": None, "prompt_lookup_num_tokens": None, "assistant_early_exit": None}
 """Options of generation and their one value that is served: others take tokens of a sequence back."""
-VARYING_ROTARY = ("dynamic", "longrope")
-"""Kinds of rotary positions whose rates depend on the text's length."""
 
 
 class Body(nn.Module):
@@ -385,23 +365,17 @@ class Causal:
             constraint = f"has one of {self.ranks.world} shares of the model, and a folder holds all of it"
             raise ArgumentError("tensor_parallel", self.ranks.rank, constraint, "save what load gives without it")
         folder = weights.path_of(save_directory)
-        with tensor_files.named(WHERE, folder):
+        with tensor_files.named(folders.WHERE, folder):
             folder.mkdir(parents=True, exist_ok=True)
         state = {f"decoder.{name}": t for name, t in self.decoder.state_dict().items()}
         tied = getattr(self.lm_head, "weight", None)
         if tied is None or tied.data_ptr() != self.decoder.embed_tokens.weight.data_ptr():
             state |= {f"lm_head.{name}": t for name, t in self.lm_head.state_dict().items()}
-        write_state(folder, state | static_state(*self.model.static) | refusal_state(), max_shard_size)
+        state |= folders.static_state(*self.model.static) | folders.refusal_state()
+        folders.write_state(folder, state, max_shard_size)
         self.config.dtype = self.decoder.embed_tokens.weight.dtype  # that of the files, after a cast
-        facts = (self.config, self.model.formats, self.generation_config, self.name_or_path, WHERE, self.assumed_end)
-        write_configs(folder, *facts)
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path, **options: Any) -> Any:
-        """See `terrazzo.load`."""
-        from terrazzo.nn.loading import load
-
-        return load(folder, **options)
+        facts = (self.config, self.model.formats, self.generation_config, self.name_or_path)
+        folders.write_configs(folder, *facts, folders.WHERE, self.assumed_end)
 
 
 class _Draws(TorchFunctionMode):
@@ -456,127 +430,3 @@ def _new_tokens(stated: Any, asked: dict[str, Any], columns: int) -> int:
         if (length := source("max_length")) is not None:
             return max(length - columns, 0)
     return 1  # by default it stops where the positions end
-
-
-def static_state(k: torch.Tensor | None, v: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Names in a folder's files of the scales of keys and values."""
-    return {f"kv.{part}_static": t for part, t in (("k", k), ("v", v)) if t is not None}
-
-
-def write_state(folder: Path, state: dict[str, torch.Tensor], max_shard_size: str) -> None:
-    """Tensors in as many safetensors files as that takes, with an index where it is more than one; files of an earlier
-    state go."""
-    from huggingface_hub import split_torch_state_dict_into_shards
-
-    plan = split_torch_state_dict_into_shards(state, max_shard_size=max_shard_size)
-    for name, tensors in plan.filename_to_tensors.items():
-        parts = {tensor: state[tensor] for tensor in tensors}
-        tensor_files.write_tensors(folder / name, parts, {"format": "pt"}, WHERE)
-    written = set(plan.filename_to_tensors)
-    if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        written.add(INDEX)
-        tensor_files.write_bytes(folder / INDEX, json.dumps(index, indent=2).encode(), WHERE)
-    with tensor_files.named(WHERE, folder):
-        for name in os.listdir(folder):
-            if SHARD.fullmatch(name) and name not in written:
-                os.remove(folder / name)
-
-
-def refusal_state() -> dict[str, torch.Tensor]:
-    """A tensor for a folder's files at which transformers without Terrazzo stops.
-
-    It would warn of an unknown `quant_method` and fill the model with random numbers. A weight of another shape than
-    the model's is an error in all of its releases and classes.
-    """
-    return {"model.norm.weight": torch.empty(0)}
-
-
-def write_configs(
-    folder: Path,
-    config: Any,
-    formats: tuple[str, str],
-    generation: Any,
-    source: str | Path | None,
-    argument: str,
-    assumed_end: Any = None,
-) -> None:
-    """config.json, which says that weights are packed, generation_config.json, and what `carry` takes from `source`.
-
-    Neither states `assumed_end`, the end token of the config's class, which would hide the tokenizer's. Errors of
-    writing name `argument`.
-    """
-    config = deepcopy(config)
-    config.quantization_config = {"quant_method": METHOD, "version": VERSION, "kv": list(formats)}
-    config.architectures = [class_of(AutoModelForCausalLM._model_mapping[type(config)]).__name__]  # engines ask for it
-    with tensor_files.named(argument, folder), tempfile.TemporaryDirectory() as place:
-        config.save_pretrained(place)
-        if generation is not None:  # save_pretrained would refuse settings that published files have
-            generation.to_json_file(Path(place, "generation_config.json"))
-        for name in sorted(os.listdir(place)):
-            stated = json.loads(Path(place, name).read_text(encoding="utf-8"))
-            if assumed_end is not None and stated.get("eos_token_id") == assumed_end:
-                del stated["eos_token_id"]
-            tensor_files.write_bytes(folder / name, (json.dumps(stated, indent=2) + "\n").encode(), argument)
-    carry(source, folder, argument)
-
-
-@cache
-def class_of(base: type) -> type:
-    """A transformers class with what `Causal` adds."""
-    return type(f"{_PREFIX}{base.__name__}", (Causal, base), {"__module__": __name__})
-
-
-_PREFIX = "Terrazzo"
-
-
-def __getattr__(name: str) -> Any:
-    """`class_of` by the name of a class, as pickles ask for it."""
-    base = getattr(transformers, name.removeprefix(_PREFIX), None) if name.startswith(_PREFIX) else None
-    if not isinstance(base, type):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return class_of(base)
-
-
-def skeleton(config: Any) -> Any:
-    """The transformers model of a config on meta, of a class with `Causal`.
-
-    Raises:
-        ArgumentError: a config that transformers does not take, or one whose class is the folder's own code.
-    """
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        remedy = "load it without trust_remote_code; a tokenizer that needs it can be passed to generate"
-        raise ArgumentError(
-            "config", type(config).__name__, "is no class of transformers, so no model is known", remedy
-        )
-    base = AutoModelForCausalLM._model_mapping[type(config)]
-    try:
-        with torch.device("meta"):
-            made = base(config)
-    except Exception as error:  # whatever transformers makes of fields that contradict each other
-        constraint = f"makes no transformers model ({error!r})"
-        raise ArgumentError("config", type(config).__name__, constraint, "repair config.json") from error
-    made.__class__ = class_of(base)  # afterwards: transformers looks into the source of the class that it builds
-    return made
-
-
-def rotaries_of(model: Any, shape: Shape) -> list[Rotary]:
-    """Rates of each kind of rotary positions, as the transformers model computes them.
-
-    Raises:
-        ArgumentError: rates that depend on the text's length, or that are not finite.
-    """
-    kinds = getattr(model.config, "rope_parameters", None)
-    with foreign.explained("rope_parameters", kinds, "makes no rotary positions", claims.REMEDY):
-        made, found = type(model.model.rotary_emb)(model.config), []
-    for kind in shape.rotary_kinds:
-        stated = made.rope_type[kind] if isinstance(made.rope_type, dict) else made.rope_type
-        if stated in VARYING_ROTARY:
-            constraint = "has rates that depend on the text's length"
-            raise ArgumentError("rope_type", stated, constraint, "use the model without this scaling")
-        front = f"{kind}_" if kind else ""
-        rates, factor = getattr(made, f"{front}inv_freq"), getattr(made, f"{front}attention_scaling")
-        if not (bool(rates.isfinite().all()) and math.isfinite(factor)):
-            raise ArgumentError("rope_parameters", kinds, "makes rates that are not finite", claims.REMEDY)
-        found.append(Rotary(rates, float(factor)))
-    return found

@@ -95,7 +95,7 @@ def _tokens_of(folder: Path, path: Path, most: int, trust_remote_code: bool) -> 
     from terrazzo.lowering.errors import ArgumentError
     from terrazzo.nn import foreign
     from terrazzo.nn.config_fields import positions
-    from terrazzo.nn.loading import read_config
+    from terrazzo.nn.reading import read_config
 
     tokenizer = foreign.tokenizer_of(folder, trust_remote_code)
     text = data_files.read_start(path, "--calibration", "name a file of text", LETTERS * most)

@@ -84,7 +84,7 @@ def test_imports_go_down(module):
         )
 
 
-CIRCLES = {("nn.loading", "nn.transformers_model")}
+CIRCLES: set[tuple[str, ...]] = set()
 """Circles that imports inside functions still close: the list only shrinks."""
 SIDEWAYS: set[tuple[str, str]] = set()
 """Imports of one family by another, or by what all share: the list only shrinks."""

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 import mutation  # noqa: E402
 import terrazzo  # noqa: E402
 from terrazzo.lowering.errors import ArgumentError  # noqa: E402
-from terrazzo.nn import architectures, loading, transformers_model  # noqa: E402
+from terrazzo.nn import architectures, causal, reading  # noqa: E402
 from terrazzo.nn.quantizing import quantize_folder  # noqa: E402
 from terrazzo.ops import model_requests  # noqa: E402
 from tiny_text import write_folder  # noqa: E402
@@ -129,9 +129,9 @@ def test_damaged_configs_of_every_architecture_are_refused_or_obeyed(tmp_path, t
     good["yarn"] = good["llama"] | {"rope_parameters": yarn}
 
     def built():
-        config = loading.read_config(tmp_path, None)[1]
-        shape, made = architectures.shape_of(config), transformers_model.skeleton(config)
-        taken.append((len(made.model.layers), len(transformers_model.rotaries_of(made, shape)), shape.layers))
+        config = reading.read_config(tmp_path, None)[1]
+        shape, made = architectures.shape_of(config), causal.skeleton(config)
+        taken.append((len(made.model.layers), len(causal.rotaries_of(made, shape)), shape.layers))
 
     taken, alone = [], []
     for random in tries(60):

@@ -18,7 +18,7 @@ import terrazzo  # noqa: E402
 from terrazzo import cli  # noqa: E402
 from terrazzo.integrations import transformers as integration  # noqa: E402
 from terrazzo.lowering.errors import ArgumentError  # noqa: E402
-from terrazzo.nn import foreign, loading  # noqa: E402
+from terrazzo.nn import foreign, loading, reading  # noqa: E402
 from terrazzo.nn.quantizing import quantize_folder  # noqa: E402
 from tiny_text import write_folder  # noqa: E402
 from transformers import dynamic_module_utils  # noqa: E402
@@ -153,7 +153,7 @@ def test_what_is_no_file_is_named_and_not_waited_for(folder, monkeypatch, name, 
         "loop": lambda at: at.symlink_to(name),
     }[kind](place)  # fmt: skip
     with pytest.raises(ArgumentError, match=name):
-        loading.read_config(folder, None)
+        reading.read_config(folder, None)
     with pytest.raises(ArgumentError, match=name):
         foreign.tokenizer_of(folder)
 
@@ -177,9 +177,9 @@ def test_json_that_is_none_is_named(folder, kind):
     for name in ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"):
         (folder / name).write_bytes(BROKEN[kind])
     with pytest.raises(ArgumentError, match="config.json"):
-        loading.read_config(folder, None)
+        reading.read_config(folder, None)
     with pytest.raises(ArgumentError, match="generation_config.json"):
-        loading.generation_config(folder)
+        reading.generation_config(folder)
     with pytest.raises(ArgumentError, match="tokenizer"):
         foreign.tokenizer_of(folder)
 
@@ -187,7 +187,7 @@ def test_json_that_is_none_is_named(folder, kind):
 def test_a_name_that_is_there_twice_with_one_value_is_read(folder):
     file = folder / "config.json"
     file.write_text(file.read_text(encoding="utf-8").replace("{", '{"model_type": "llama", ', 1), encoding="utf-8")
-    assert loading.read_config(folder, None)[1].model_type == "llama"
+    assert reading.read_config(folder, None)[1].model_type == "llama"
 
 
 def test_damaged_tokenizers_are_refused_or_read(folder, tries):
@@ -217,5 +217,5 @@ def test_damaged_generation_configs_are_refused_or_read(folder, tries):
     refused = 0
     for random in tries(200):
         file.write_bytes(mutation.text(mutation.value(good, random), random))
-        refused += not mutation.survives(lambda: loading.generation_config(folder))
+        refused += not mutation.survives(lambda: reading.generation_config(folder))
     assert refused > 20

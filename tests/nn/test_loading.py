@@ -105,7 +105,7 @@ def test_a_float_model_is_loaded_in_16_bits():
 
 @pytest.mark.parametrize("stated", [None, "float16", torch.float16, torch.float32, torch.bfloat16])
 def test_gemma_is_bfloat16_whatever_its_config_says(stated):
-    from terrazzo.nn.loading import dtype_of
+    from terrazzo.nn.reading import dtype_of
 
     config = transformers.Gemma3TextConfig(**SIZES)
     config.dtype = stated

@@ -14,7 +14,7 @@ import terrazzo
 import transformers
 from safetensors.torch import load_file, save_file
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.nn.carried import carry
+from terrazzo.nn.folders import carry
 from terrazzo.nn.quantizing import quantize_folder
 from tiny_text import write_folder
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING

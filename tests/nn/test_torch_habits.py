@@ -12,8 +12,8 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.nn.causal import class_of
 from terrazzo.nn.loading import load
-from terrazzo.nn.transformers_model import class_of
 from tiny_text import VOCABULARY, write_folder
 
 IDS = torch.tensor([[5, 6, 7, 8]])
