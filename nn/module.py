@@ -12,6 +12,7 @@ from terrazzo.nn import cpu, formats, products
 from terrazzo.nn.formats import FAMILIES, VECTORS, Format
 from terrazzo.ops import grouped, launching, weights
 from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.weight import files
 from torch import nn
 
 
@@ -216,7 +217,7 @@ def stored_weight(state: Mapping[str, torch.Tensor], prefix: str = "") -> Any:
         if (tensors[field] is None) == (field in held):
             seen = None if tensors[field] is None else "given"
             raise ArgumentError(f"{prefix}{field}", seen, f"its format names {held}", "save it again")
-    weight = weights.made_of(family.weight, tensors, lambda: plain, name, "other bytes")
+    weight = files.made_of(family.weight, tensors, lambda: plain, name, "other bytes")
     made = GroupedWeight(weight) if "experts" in facts else weight
     if not weight.words.is_meta:
         try:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import launching, weights
 from terrazzo.ops.shards import Sharded
+from terrazzo.ops.weight import files
+from terrazzo.ops.weight.base import Packed
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +58,7 @@ class GroupedWeight(Sharded):
             raise ArgumentError("experts", seen, "must be a list of packed weights", "pass [w.pack() for w in made]")
         check_experts(len(experts))
         for expert in experts:
-            if weights.kind(expert) not in FAMILIES or type(expert) is not type(experts[0]):
+            if not isinstance(expert, Packed) or type(expert) is not type(experts[0]):
                 seen, constraint = weights.kind(expert), f"must all be of one kind, {' or '.join(FAMILIES)}"
                 raise ArgumentError("experts", seen, constraint, "pack each expert")
         experts = type(experts[0]).alike(experts)
@@ -118,7 +120,7 @@ class GroupedWeight(Sharded):
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file. Atomic."""
-        weights.save(self.stacked, path, self.stacked.VERSION + _GROUPED)
+        files.save(self.stacked, path, self.stacked.VERSION + _GROUPED)
 
     @classmethod
     def load(cls, make: type, path: str | Path, device: str | int | torch.device = "cpu") -> GroupedWeight:
@@ -127,10 +129,9 @@ class GroupedWeight(Sharded):
         Raises:
             ArgumentError: it is no such file. LayoutMismatchError: it was packed with another layout.
         """
-        known = isinstance(make, type) and issubclass(make, weights.Packed)
-        if not known or not (hasattr(make, "format") or weights.kind(object.__new__(make)) in FAMILIES):
+        if not (isinstance(make, type) and issubclass(make, Packed) and hasattr(make, "VERSION")):
             raise ArgumentError("make", str(make), f"must be one of {FAMILIES}", "pass w4a16.PackedWeight")
-        loaded = cls(weights.load(make, path, device, make.VERSION + _GROUPED))
+        loaded = cls(files.load(make, path, device, make.VERSION + _GROUPED))
         loaded.check_stored()
         return loaded
 

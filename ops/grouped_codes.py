@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
+from terrazzo.ops.weight.base import Plain
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +27,8 @@ MOST_ZERO = {4: 16, 8: 255}
 Codes = TypeVar("Codes", bound="GroupedCodes")
 
 
-@dataclass(frozen=True, eq=False)
-class GroupedCodes(weights.Canonical):
+@dataclass(frozen=True, eq=False, repr=False)
+class GroupedCodes(Plain):
     """A weight [N, K] of `bits` = 4 or 8 bits in plain rows. Build it with `canonical`, which checks it.
 
     Attributes:
@@ -234,7 +235,7 @@ def check_perm(perm: torch.Tensor, k: int) -> torch.Tensor | None:
     return None if bool((perm == natural).all()) else perm.to(torch.int32).contiguous()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class GroupedBytes(GroupedCodes):
     """`GroupedCodes` of 8 bits."""
 

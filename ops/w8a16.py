@@ -80,7 +80,7 @@ def pack(
     Raises:
         ArgumentError: see `QuantizedWeight.canonical`; a PackedWeight. TargetError: see `Target.parse`.
     """
-    return integers.packed_of(integers.made(QuantizedWeight, codes, scales, zeros, group_size, perm, bias), target)
+    return integers.made(QuantizedWeight, codes, scales, zeros, group_size, perm, bias).pack(target=target)
 
 
 def quantize(weight: SupportsDLPack, *, target: Target | str | None = None, **options: Any) -> PackedWeight:

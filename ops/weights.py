@@ -1,20 +1,16 @@
-"""What the weights of every operator family share: files, devices, targets, checks of tensors."""
+"""What every operator asks of values that a caller passes: tensors, numbers, devices, paths."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
-from terrazzo.ops import tensor_files
-from terrazzo.ops.products.table import of_codes
-from terrazzo.ops.shards import Sharded
 
 if TYPE_CHECKING:
     import torch
@@ -24,114 +20,6 @@ Weight = TypeVar("Weight")
 FLOATS = ("float16", "bfloat16", "float32")
 BROKEN = (KeyError, AttributeError, TypeError, ValueError, OverflowError)
 """What safetensors raises, besides its own error, for tensors of dtypes that torch does not have."""
-
-
-class Canonical(Sharded):
-    """Of a canonical weight, a dataclass with `codes` [N, K]: what does not depend on the format."""
-
-    codes: torch.Tensor
-
-    @property
-    def n(self) -> int:
-        """Output features."""
-        return self.codes.shape[0]
-
-    @property
-    def k(self) -> int:
-        """Input features."""
-        return self.codes.shape[1]
-
-    def to(self: Weight, device: str | int | torch.device) -> Weight:
-        """The same weight on another device."""
-        return move(self, device)
-
-
-class Packed(Sharded):
-    """Of a packed weight, a dataclass with `words`, `n`, `k` and `layout`: what does not depend on the format.
-
-    A format adds `expected_layout()`, identity of the layout that its kernels read, and `check_sizes()`. It is no
-    torch module and has no parameters: `terrazzo.nn.Linear` is.
-
-    Attributes:
-        VERSION: named in its files; another one is refused.
-        GROUPS: group sizes that kernels read; a row of one group is k.
-    """
-
-    VERSION: ClassVar[str]
-    GROUPS: ClassVar[tuple[int, ...]] = (32, 64, 128)
-    words: torch.Tensor
-    n: int
-    k: int
-    layout: str
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.n, self.k
-
-    @property
-    def device(self) -> torch.device:
-        return self.words.device
-
-    def to(self: Weight, device: str | int | torch.device) -> Weight:
-        """The same weight on another device."""
-        return move(self, device)
-
-    def save(self, path: str | Path) -> None:
-        """Write one safetensors file: the tensors, and sizes, layout identity and version in its metadata. Atomic."""
-        save(self, path, self.VERSION)
-
-    @classmethod
-    def load(cls: type[Weight], path: str | Path, device: str | int | torch.device = "cpu") -> Weight:
-        """Read a file that `save` wrote.
-
-        Raises:
-            ArgumentError: it is no such file, or its tensors do not have the sizes that its metadata states.
-            LayoutMismatchError: it was packed with another layout than this version's.
-        """
-        weight = load(cls, path, device, cls.VERSION)
-        weight.check_stored("path")
-        return weight
-
-    def check_stored(self, argument: str = "words") -> None:
-        """Raise an error for what no weight has, sizes, layout and values: of weights that come from a file.
-
-        Args:
-            argument: of errors about the layout.
-        """
-        self.check_facts()
-        self.check_layout(self.expected_layout(), argument)
-        self.check_sizes()
-        check_vectors(self)
-        self.check_values()
-        if self.bias is not None:
-            check_finite("bias", self.bias, "the file is damaged: get it again")
-
-    @classmethod
-    def alike(cls: type[Weight], experts: list[Weight]) -> list[Weight]:
-        """The weights of experts, stored alike where a format can do that without changing one."""
-        return experts
-
-    def check_facts(self) -> None:
-        """Raise ArgumentError unless n, k and group_size are numbers that a weight can have."""
-        for name in ("n", "k", "group_size"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ArgumentError(name, value, "must be a positive integer", "pack the weight again")
-        if self.group_size not in (*self.GROUPS, self.k):
-            constraint = f"must be one of {self.GROUPS}, or K = {self.k}"
-            raise ArgumentError("group_size", self.group_size, constraint, "pack the weight again")
-
-    def check_values(self) -> None:
-        """Raise ArgumentError for values that no weight has; read where they come from a file."""
-        for name in ("channel_scales", "smooth"):
-            if (values := getattr(self, name, None)) is not None:
-                check_finite(name, values, "save the weight again")
-        if getattr(self, "smooth", None) is not None and not bool((self.smooth > 0).all()):
-            raise ArgumentError("smooth", float(self.smooth.min()), "must be positive", "save the weight again")
-
-    def check_layout(self, identity: str, argument: str = "w") -> None:
-        """Raise LayoutMismatchError unless the weight was packed with the layout named `identity`."""
-        check_layout(self.layout, identity, argument)
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -150,17 +38,8 @@ def described(value: Any) -> str | None:
 
 def kind(value: Any) -> str:
     """What a caller passed, for messages: "w4a8.PackedWeight", or the name of another type."""
-    parts = type(value).__module__.split(".")
-    if parts[:3] == ["terrazzo", "ops", "weight_only"]:
-        form = getattr(value, "format", None) if hasattr(value, "weight") else None
-        return f"{of_codes(form).record if form else 'weight_only'}.{type(value).__name__}"
-    if parts[2:4] == ["w4a8", "w8a8"]:
-        return f"w8a8.{type(value).__name__}"
-    if parts[-1] == "mxfp4_format":
-        return f"mxfp4_fp8.{type(value).__name__}"
-    family = parts[2] if parts[:2] == ["terrazzo", "ops"] and len(parts) > 3 else ""
-    form = "fp8." if family and parts[-1].startswith("fp8") else ""
-    return f"{family}.{form}{type(value).__name__}" if family else type(value).__name__
+    product = getattr(value, "_product", None)
+    return f"{product.module}.{type(value).__name__}" if product else type(value).__name__
 
 
 @contextmanager
@@ -198,6 +77,15 @@ def as_tensor(name: str, value: Any, device: torch.device | None = None) -> torc
     if dtype_name(tensor) in ("uint16", "uint32", "uint64"):  # torch compares these with nothing
         tensor = tensor.long()
     return tensor
+
+
+def as_tensors(**given: Any) -> Iterator[torch.Tensor | None]:
+    """`as_tensor` of each, where the first one lies; None stays None."""
+    device = None
+    for name, value in given.items():
+        tensor = None if value is None else as_tensor(name, value, device)
+        device = tensor.device if device is None and tensor is not None else device
+        yield tensor
 
 
 def check_dense(name: str, tensor: torch.Tensor) -> None:
@@ -292,6 +180,43 @@ def spread_rows(x: torch.Tensor, most: int) -> torch.Tensor:
 
     ends = dict(dtype=torch.float64, device=x.device)
     return x[torch.linspace(0, len(x) - 1, min(len(x), most), **ends).round().long()].float()
+
+
+def check_codes(codes: torch.Tensor, low: int, high: int, remedy: str) -> tuple[int, int]:
+    """(N, K) of codes; ArgumentError unless they are integers [N, K] from `low` to `high`. remedy: for other ones."""
+    if codes.ndim != 2 or 0 in codes.shape or not is_integer(codes):
+        constraint, other = "must be integers [N, K] with N, K >= 1", "pass one code for each weight"
+        raise ArgumentError("codes", described(codes), constraint, f"{other}; quantize() makes them from floats")
+    if (value := out_of_range(codes, low, high)) is not None:
+        raise ArgumentError("codes", value, f"must be in {low}..{high}", remedy)
+    return codes.shape[0], codes.shape[1]
+
+
+def check_vector(name: str, values: torch.Tensor | None, size: int) -> None:
+    """Raise ArgumentError unless a value is a finite float vector of this size."""
+    if values is None or tuple(values.shape) != (size,) or dtype_name(values) not in FLOATS:
+        constraint = f"must be a float vector [{size}] of {' or '.join(FLOATS)}"
+        what = "input channel" if name == "smooth" else "output feature"
+        raise ArgumentError(name, described(values), constraint, f"pass one value for each {what}")
+    check_finite(name, values, "repair the checkpoint")
+
+
+def bias_of(bias: torch.Tensor | None, n: int) -> torch.Tensor | None:
+    """A caller's bias [N], contiguous; None for none. ArgumentError for what is none."""
+    if bias is None:
+        return None
+    check_vector("bias", bias, n)
+    return bias.contiguous()
+
+
+def smooth_of(smooth: torch.Tensor | None, k: int) -> torch.Tensor | None:
+    """float32 [K] of a caller's smooth vector, None for none. ArgumentError for what is none."""
+    if smooth is None:
+        return None
+    check_vector("smooth", smooth, k)
+    if not bool((smooth > 0).all()):
+        raise ArgumentError("smooth", float(smooth.min()), "must be positive", "clamp it before folding it")
+    return smooth.float().contiguous()
 
 
 def check_count(name: str, value: Any, remedy: str = "use the default", most: int = 2**31 - 1) -> None:
@@ -422,83 +347,3 @@ def check_vectors(weight: Any) -> None:
             seen = f"{dtype_name(t)} {list(t.shape)} on {t.device}"
             constraint = f"must be contiguous {' or '.join(dtypes)} [{size}] on {device} for {weight!r}"
             raise ArgumentError(name, seen, constraint, "pack the weight again, or move it with .to()")
-
-
-def save(weight: Any, path: str | Path, version: str) -> None:
-    """Write one safetensors file: the tensors, and version and plain fields in its metadata. Atomic.
-
-    Raises:
-        ArgumentError: the file cannot be written.
-    """
-    tensors = tensor_fields(weight)
-    facts = {f.name: getattr(weight, f.name) for f in dataclasses.fields(weight)}
-    facts = {name: value for name, value in facts.items() if name not in tensors and value is not None}
-    path = path_of(path)
-    if not path.name:
-        raise ArgumentError("path", str(path), "names no file", "name a file in a folder that exists and is yours")
-    tensor_files.write_tensors(path, tensors, {"format": "pt", "version": version, "weight": json.dumps(facts)})
-
-
-def load(make: Callable[..., Weight], path: str | Path, device: str | int | torch.device, *versions: str) -> Weight:
-    """Read a file that `save` wrote in one of `versions`: `make` is called with its tensors and plain fields.
-
-    Raises:
-        ArgumentError: it is no such file, or a device that is not there.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    path, to = path_of(path), device_of(device)
-    try:
-        if path.exists() and not path.is_file():
-            raise OSError("it is no file")  # a pipe would be waited for
-        with safe_open(path, framework="pt", device=device_name(to)) as file:
-            meta = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except (SafetensorError, OSError, *BROKEN) as error:
-        raise ArgumentError(
-            "path", str(path), f"must be a readable safetensors file ({error})", "write it with PackedWeight.save"
-        ) from None
-    if meta.get("version") not in versions:
-        wanted = " or ".join(map(repr, versions))
-        raise ArgumentError(
-            "path",
-            str(path),
-            f"its metadata must name version {wanted}, it names {meta.get('version')!r}",
-            "a checkpoint layer is read with load_layer; a packed weight of another version is packed again",
-        )
-    return made_of(make, tensors, lambda: json.loads(meta["weight"]), "path", str(path))
-
-
-def made_of(
-    make: Callable[..., Weight], tensors: Mapping[str, Any], facts: Callable[[], Any], argument: str, value: Any
-) -> Weight:
-    """What a class makes of tensors and plain fields of a file.
-
-    Args:
-        facts: gives the fields. argument, value: of errors about them.
-
-    Raises:
-        ArgumentError: they are not those of the class.
-    """
-    try:
-        made = make(**tensors, **facts())
-    except (KeyError, ValueError, TypeError, RecursionError) as error:
-        said = f"its tensors and metadata are not those that save writes ({type(error).__name__}: {error})"
-        raise ArgumentError(argument, value, said, "save the weight again") from None
-    _check_kinds(made)
-    return made
-
-
-def _check_kinds(made: Any) -> None:
-    """Raise ArgumentError for fields that a file gives another kind than the class states: `"bias": 5`."""
-    import torch
-
-    kinds = {"torch.Tensor": torch.Tensor, "str": str, "bool": bool, "float": (int, float)}
-    for field in dataclasses.fields(made):
-        stated, value = str(field.type), getattr(made, field.name)
-        kind = kinds.get(stated.removesuffix(" | None"))
-        if kind is None or (value is None and stated.endswith(" | None")):
-            continue
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            seen = value if isinstance(value, (bool, int, float)) else described(value)
-            raise ArgumentError(field.name, seen, f"must be {stated} in the file", "save the weight again")

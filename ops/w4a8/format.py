@@ -12,33 +12,34 @@ No lane of codes * s + a may leave its byte: a word of four codes is converted b
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
+from terrazzo.ops.products.converted import W4A8
+from terrazzo.ops.weight.base import Plain
+from terrazzo.ops.weight.units import UNIT_K as UNIT_K
+from terrazzo.ops.weight.units import UnitWeight
 
 if TYPE_CHECKING:
     import torch
-    from terrazzo.layouts.units import UnitLayout
     from terrazzo.lowering.targets import Target
     from terrazzo.ops.dlpack import SupportsDLPack
+    from terrazzo.ops.products.product import Product
 
 GROUPS = (32, 64, 128)
 LAYOUT = "w4a8_wgmma"
-BLOCK_N, UNIT_K = 64, 128
-"""Rows and input channels that a packed weight is padded to."""
 LARGEST_SCALE = 16
 """Of a group: what 16 levels need for a range of 2 * 119 (specs.md D, brute force)."""
 LARGEST_K = 131072
 """Longest row whose sums of int8 products stay in int32: 128 * 127 * K < 2^31."""
 FLOATS = weights.FLOATS
-FILE_VERSION = "terrazzo.w4a8/1"
 PAD_OFFSET = 128
 """Offset of padding: code 0, scale 1 and this offset are the weight 0."""
 
 
-@dataclass(frozen=True, eq=False)
-class QuantizedWeight(weights.Canonical):
+@dataclass(frozen=True, eq=False, repr=False)
+class QuantizedWeight(Plain):
     """A W4A8 weight [N, K] in plain rows. Build it with `canonical`, which checks it.
 
     Attributes:
@@ -50,6 +51,8 @@ class QuantizedWeight(weights.Canonical):
         smooth: float32 [K] | None; activations are divided by it before they are quantized.
         bias: [N] | None.
     """
+
+    _product: ClassVar[Product] = W4A8
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -83,12 +86,12 @@ class QuantizedWeight(weights.Canonical):
         """
         import torch
 
-        codes = weights.as_tensor("codes", codes)
-        given = dict(scales=scales, offsets=offsets, channel_scales=channel_scales, smooth=smooth, bias=bias)
-        scales, offsets, channel_scales, smooth, bias = (
-            None if t is None else weights.as_tensor(name, t, codes.device) for name, t in given.items()
+        codes, scales, offsets, channel_scales, smooth, bias = weights.as_tensors(
+            codes=codes, scales=scales, offsets=offsets, channel_scales=channel_scales, smooth=smooth, bias=bias
         )
-        n, k = _check_codes(codes)
+        n, k = weights.check_codes(codes, 0, 15, "add 8 to signed codes and take it off the offsets")
+        if k > LARGEST_K:
+            raise ArgumentError("codes", list(codes.shape), f"K must be at most {LARGEST_K}: int32 sums", "split K")
         if type(group_size) is not int or group_size not in GROUPS:
             raise ArgumentError(
                 "group_size", group_size, f"must be one of {GROUPS}", "repeat the scales of a larger group"
@@ -96,30 +99,21 @@ class QuantizedWeight(weights.Canonical):
         groups = -(-k // group_size)
         for name, values, low, high in (("scales", scales, 1, LARGEST_SCALE), ("offsets", offsets, 0, 255)):
             if values is None or not weights.is_integer(values) or tuple(values.shape) != (n, groups):
-                raise _refuse(name, values, f"must be integers [{n}, {groups}]", "pass one for each group of a row")
+                constraint, remedy = f"must be integers [{n}, {groups}]", "pass one for each group of a row"
+                raise ArgumentError(name, weights.described(values), constraint, remedy)
             if (value := weights.out_of_range(values, low, high)) is not None:
                 raise ArgumentError(name, value, f"must be in {low}..{high}", "requantize with quantize_weight")
         _check_bytes(codes, scales, offsets, group_size)
-        _check_vector("channel_scales", channel_scales, n, "one for each output feature")
-        if smooth is not None:
-            _check_vector("smooth", smooth, k, "one for each input channel")
-            if not bool((smooth > 0).all()):
-                raise ArgumentError("smooth", float(smooth.min()), "must be positive", "clamp it before folding it")
-        if bias is not None:
-            _check_vector("bias", bias, n, "one for each output feature")
+        weights.check_vector("channel_scales", channel_scales, n)
         return cls(
             codes=codes.to(torch.uint8).contiguous(),
             scales=scales.to(torch.uint8).contiguous(),
             offsets=offsets.to(torch.uint8).contiguous(),
             channel_scales=channel_scales.float().contiguous(),
             group_size=group_size,
-            smooth=None if smooth is None else smooth.float().contiguous(),
-            bias=None if bias is None else bias.contiguous(),
+            smooth=weights.smooth_of(smooth, k),
+            bias=weights.bias_of(bias, n),
         )
-
-    def pack(self, *, target: Target | str | None = None) -> PackedWeight:
-        """See `pack`."""
-        return pack(self, target=target)
 
     def bytes(self) -> torch.Tensor:
         """int8 [N, K]: what the tensor core multiplies, v of the module's docstring."""
@@ -132,17 +126,14 @@ class QuantizedWeight(weights.Canonical):
         """float64 [N, K], exact: the weight of x / smooth. See `reference.dequantize`."""
         return self.bytes().double() * self.channel_scales.double()[:, None]
 
-    def __repr__(self) -> str:
-        return f"QuantizedWeight(N={self.n}, K={self.k}, {_summary(self)})"
 
-
-@dataclass(frozen=True, eq=False)
-class PackedWeight(weights.Packed):
+@dataclass(frozen=True, eq=False, repr=False)
+class PackedWeight(UnitWeight, of=QuantizedWeight):
     """A W4A8 weight in the derived layout that every W4A8 kernel of every target reads. Np, Kp: padded sizes.
 
     Attributes:
         words: int32 [Kp/128, Np/64, 1024 + 32 * (128 / group_size)]; a unit holds 64 rows x 128 input channels, then
-            the scales and offsets of its groups (`unit_layout`).
+            the scales and offsets of its groups.
         channel_scales: float32 [Np], 0 in the padding.
         n, k: true sizes; Np = ceil(n/64)*64, Kp = ceil(k/128)*128.
         group_size: 32, 64 or 128.
@@ -152,75 +143,34 @@ class PackedWeight(weights.Packed):
         target: architecture it was packed for, None for any (today one layout serves all targets).
     """
 
-    VERSION = FILE_VERSION
-    ACTIVATIONS: ClassVar[str] = "int8"
-    DEQUANTIZATION: ClassVar[str] = ""
+    VERSION = W4A8.version
+    LAYOUT = LAYOUT
+    ACTIVATIONS = "int8"
+    PADDING = (1, PAD_OFFSET)
 
-    words: torch.Tensor
-    channel_scales: torch.Tensor
-    n: int
-    k: int
-    group_size: int
-    layout: str
-    smooth: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    target: str | None = None
+    @classmethod
+    def _planes(cls, weight: QuantizedWeight, arch: str | None) -> dict[str, Any]:
+        """See `Packed`."""
+        import torch
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that a kernel streams: words with their parameters and channel scales, padding included."""
-        return self.words.numel() * 4 + self.channel_scales.numel() * 4
+        records = torch.stack([weight.scales, weight.offsets], dim=-1)
+        return cls._units(weight.codes, records, weight.channel_scales, weight.group_size)
 
-    def unpack(self) -> QuantizedWeight:
-        """Exact inverse of `pack`."""
-        codes, scales, offsets = unit_layout(self.group_size).unpack(self.words, self.n, self.k)
-        groups = -(-self.k // self.group_size)
-        return QuantizedWeight(
-            codes=codes[:, : self.k].contiguous(),
-            scales=scales[:, :groups].contiguous(),
-            offsets=offsets[:, :groups].contiguous(),
-            channel_scales=self.channel_scales[: self.n].clone(),
-            group_size=self.group_size,
-            smooth=self.smooth,
-            bias=self.bias,
-        )
-
-    def dequantize(self) -> torch.Tensor:
-        """float64 [N, K], read back from the packed bytes; see `reference.dequantize`."""
-        return self.unpack().dequantize()
-
-    def expected_layout(self) -> str:
-        """Identity of the layout that the kernels of this version read."""
-        return layout_identity(self)
-
-    def check_sizes(self) -> None:
-        """Raise ArgumentError unless the tensors have the shapes and dtypes that n, k and group_size ask for."""
-        unit = unit_layout(self.group_size)
-        weights.check_tensor(self, "words", unit.shape(self.n, self.k), "int32")
-        weights.check_tensor(self, "channel_scales", unit.padded(self.n, self.k)[:1], "float32")
+    def _rows(self) -> dict[str, Any]:
+        """See `Packed`."""
+        codes, records, channel_scales = self._stored()
+        scales, offsets = (plane.contiguous() for plane in records.unbind(-1))
+        return dict(codes=codes, scales=scales, offsets=offsets, channel_scales=channel_scales)
 
     def check_values(self) -> None:
         """Raise ArgumentError for scales of groups and channels that no weight has."""
         super().check_values()
-        _, records = unit_layout(self.group_size).split(self.words)
-        if (value := weights.out_of_range(records[..., 0], 1, LARGEST_SCALE)) is not None:
+        if (value := weights.out_of_range(self._records()[..., 0], 1, LARGEST_SCALE)) is not None:
             constraint = f"its group scales must be in 1..{LARGEST_SCALE}"
             raise ArgumentError("words", value, constraint, "the file is damaged: pack the weight again")
 
-    def __repr__(self) -> str:
-        return f"PackedWeight(N={self.n}, K={self.k}, {_summary(self)})"
 
-
-def unit_layout(group_size: int) -> UnitLayout:
-    """Layout of a packed unit: two 64 x 64 blocks of `LAYOUT`, then for each group (scale, offset) of each row."""
-    from terrazzo.layouts.units import derive_unit
-
-    return derive_unit(LAYOUT, 2, UNIT_K // group_size, 2)
-
-
-def layout_identity(weight: PackedWeight) -> str:
-    """Of the layout that the kernels of this version read."""
-    return unit_layout(weight.group_size).identity
+unit_layout = PackedWeight._unit_layout
 
 
 def pack(weight: QuantizedWeight, *, target: Target | str | None = None) -> PackedWeight:
@@ -234,51 +184,11 @@ def pack(weight: QuantizedWeight, *, target: Target | str | None = None) -> Pack
     Raises:
         ArgumentError: not a QuantizedWeight. TargetError: see `Target.parse`.
     """
-    from torch.nn.functional import pad
-
     if not isinstance(weight, QuantizedWeight):
         raise ArgumentError(
             "weight", weights.kind(weight), "must be a w4a8 QuantizedWeight", "use quantize() for a float weight"
         )
-    unit = unit_layout(weight.group_size)
-    np_, kp = unit.padded(weight.n, weight.k)
-    rows, groups = np_ - weight.n, kp // weight.group_size - weight.scales.shape[1]
-    return PackedWeight(
-        words=unit.pack(
-            pad(weight.codes, (0, kp - weight.k, 0, rows)),
-            pad(weight.scales, (0, groups, 0, rows), value=1),
-            pad(weight.offsets, (0, groups, 0, rows), value=PAD_OFFSET),
-        ),
-        channel_scales=pad(weight.channel_scales, (0, rows)),
-        n=weight.n,
-        k=weight.k,
-        group_size=weight.group_size,
-        layout=unit.identity,
-        smooth=weight.smooth,
-        bias=weight.bias,
-        target=weights.arch_of(target, weight.codes.device),
-    )
-
-
-def _summary(weight: QuantizedWeight | PackedWeight) -> str:
-    parts = [f"group={weight.group_size}"]
-    parts += [name for name in ("smooth", "bias") if getattr(weight, name) is not None]
-    return ", ".join(parts)
-
-
-def _refuse(name: str, tensor: torch.Tensor | None, constraint: str, remedy: str) -> ArgumentError:
-    seen = None if tensor is None else f"{weights.dtype_name(tensor)} {list(tensor.shape)}"
-    return ArgumentError(name, seen, constraint, remedy)
-
-
-def _check_codes(codes: torch.Tensor) -> tuple[int, int]:
-    if codes.ndim != 2 or 0 in codes.shape or not weights.is_integer(codes):
-        raise _refuse("codes", codes, "must be integers [N, K] with N, K >= 1", "use quantize() for a float weight")
-    if (value := weights.out_of_range(codes, 0, 15)) is not None:
-        raise ArgumentError("codes", value, "must be in 0..15", "add 8 to signed codes and take it off the offsets")
-    if codes.shape[1] > LARGEST_K:
-        raise ArgumentError("codes", list(codes.shape), f"K must be at most {LARGEST_K}: int32 sums", "split K")
-    return tuple(codes.shape)
+    return PackedWeight._of(weight, target)
 
 
 def _check_bytes(codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor, group: int) -> None:
@@ -292,9 +202,3 @@ def _check_bytes(codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tenso
         raise ArgumentError(
             "offsets", int(worst), "code * scale + offset must fit a byte (255)", "requantize with quantize_weight"
         )
-
-
-def _check_vector(name: str, values: torch.Tensor | None, size: int, what: str) -> None:
-    if values is None or tuple(values.shape) != (size,) or weights.dtype_name(values) not in FLOATS:
-        raise _refuse(name, values, f"must be a float vector [{size}] of {' or '.join(FLOATS)}", f"pass {what}")
-    weights.check_finite(name, values, "repair the checkpoint")

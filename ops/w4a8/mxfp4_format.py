@@ -10,25 +10,23 @@ rounded; a row whose scales lie too far apart for a float16 is refused.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
 from terrazzo.ops.linear.bytes.fp8_problem import E2M1
 from terrazzo.ops.products.codes import MXFP4
+from terrazzo.ops.products.converted import MXFP4_FP8
 from terrazzo.ops.w4a8 import fp8_format
 from terrazzo.ops.weight_only import format as small_floats
 
 if TYPE_CHECKING:
     import torch
-    from terrazzo.layouts.units import UnitLayout
     from terrazzo.lowering.targets import Target
+    from terrazzo.ops.products.product import Product
 
 LAYOUT = "mxfp4_fp8"
-FILE_VERSION = "terrazzo.mxfp4_fp8/1"
 GROUP = 32
-OPERAND_EXP2 = 6
-"""Operands are the values of codes times 2^-6; packed channel scales make up for it."""
 FACTORS = (-24, 15)
 """Exponents of float16 that are powers of two."""
 LEAST_CHANNEL = -110
@@ -40,9 +38,8 @@ MOST_SCALE = 240
 class QuantizedWeight(small_floats.QuantizedWeight):
     """The canonical weight of MXFP4 (`ops.mxfp4.QuantizedWeight`), whose `pack` is this module's."""
 
-    def pack(self, *, target: Target | str | None = None) -> PackedWeight:
-        """See `pack`."""
-        return pack(self, target=target)
+    _product: ClassVar[Product] = MXFP4_FP8
+    _shown: ClassVar[str] = "mxfp4_fp8."
 
     def operands(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `fp8.QuantizedWeight.operands`."""
@@ -52,57 +49,47 @@ class QuantizedWeight(small_floats.QuantizedWeight):
         table = torch.tensor(MXFP4.values, dtype=torch.float64, device=self.codes.device)
         return table[self.codes.long()], factors.double(), channel.double()
 
-    def __repr__(self) -> str:
-        return f"mxfp4_fp8.QuantizedWeight(N={self.n}, K={self.k}{', bias' * (self.bias is not None)})"
-
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PackedWeight(fp8_format.PackedWeight):
+class PackedWeight(fp8_format.PackedWeight, of=QuantizedWeight):
     """An MXFP4 weight in the derived layout that the e4m3 kernels read (sm_89, sm_90a). Np, Kp: padded sizes.
 
     Attributes:
         words: int32 [Kp/128, Np/64, 1152]; a unit holds 64 rows x 128 input channels of e2m1 codes, then the float16
-            factors of its groups (`unit_layout`).
+            factors of its groups.
         channel_scales: float32 [Np], powers of two, times 2^6; 0 in the padding.
         n, k, layout, smooth, bias, target: see `fp8.PackedWeight`. group_size: 32.
     """
 
-    VERSION = FILE_VERSION
+    VERSION = MXFP4_FP8.version
     GROUPS: ClassVar[tuple[int, ...]] = (GROUP,)
-    DEQUANTIZATION: ClassVar[str] = E2M1
+    LAYOUT = LAYOUT
+    DEQUANTIZATION = E2M1
+    OPERAND_EXP2 = 6
 
-    def unpack(self) -> QuantizedWeight:
-        """Inverse of `pack`; scales of groups of zeros may be others."""
+    @classmethod
+    def _planes(cls, weight: small_floats.QuantizedWeight, arch: str | None) -> dict[str, Any]:
+        """See `Packed`."""
+        factors, channel = split_scales(weight)
+        fp8_format.check_arch(arch)
+        return cls._units(weight.codes, fp8_format.bytes_of(factors), channel, GROUP)
+
+    def _rows(self) -> dict[str, Any]:
+        """See `Packed`; scales of groups of zeros may be others."""
         import torch
 
-        codes, *planes = unit_layout().unpack(self.words, self.n, self.k)
-        factors = torch.stack(planes, dim=-1).contiguous().view(torch.float16)[..., 0]
-        scales = factors.double() * self.channel_scales[: self.n, None].double() * 2.0**-OPERAND_EXP2
-        scales = (torch.frexp(scales[:, : -(-self.k // GROUP)]).exponent + 126).clamp(0, 254).to(torch.uint8)
-        codes = codes[:, : self.k].contiguous()
-        return QuantizedWeight.canonical(codes, scales, weight=MXFP4.name, group_size=GROUP, bias=self.bias)
-
-    def expected_layout(self) -> str:
-        """Identity of the layout that the kernels of this version read."""
-        return layout_identity()
-
-    def __repr__(self) -> str:
-        return f"mxfp4_fp8.PackedWeight(N={self.n}, K={self.k}{', bias' * (self.bias is not None)})"
+        codes, records, channel = self._stored()
+        scales = records.view(torch.float16)[..., 0].double() * channel[:, None].double()
+        scales = (torch.frexp(scales).exponent + 126).clamp(0, 254).to(torch.uint8)
+        return dict(codes=codes, scales=scales, weight=MXFP4.name)
 
 
-def unit_layout() -> UnitLayout:
-    """Layout of a packed unit: two 64 x 64 blocks of `LAYOUT`, then for each group the float16 factor of each row."""
-    return fp8_format.unit_layout(GROUP, LAYOUT)
-
-
-def layout_identity(group_size: int = GROUP) -> str:
-    """Of the only layout, which names the converter."""
-    return fp8_format.layout_identity(group_size, LAYOUT)
+layout_identity = PackedWeight._layout_identity
 
 
 def of_e4m3(layout: str) -> type[fp8_format.PackedWeight]:
     """The class of packed weights for e4m3 activations whose layout has this identity."""
-    return PackedWeight if layout == layout_identity() else fp8_format.PackedWeight
+    return PackedWeight if layout == PackedWeight._layout_identity(GROUP) else fp8_format.PackedWeight
 
 
 def pack(weight: small_floats.QuantizedWeight, *, target: Target | str | None = None) -> PackedWeight:
@@ -120,10 +107,7 @@ def pack(weight: small_floats.QuantizedWeight, *, target: Target | str | None = 
         raise ArgumentError(
             "weight", weights.kind(weight), constraint, "use mxfp4_fp8.quantize, or pack(codes, scales)"
         )
-    arch = weights.arch_of(target, weight.codes.device)
-    factors, channel = split_scales(weight)
-    words, scales = fp8_format.packed_parts(weight.codes, factors, channel, unit_layout(), OPERAND_EXP2, arch)
-    return PackedWeight(words, scales, weight.n, weight.k, GROUP, layout_identity(), bias=weight.bias, target=arch)
+    return PackedWeight._of(weight, target)
 
 
 def split_scales(weight: small_floats.QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
 from terrazzo.ops.w4a8.format import PackedWeight, QuantizedWeight, unit_layout
+from terrazzo.ops.weight.base import Canonical, Packed
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,7 @@ def dequantize(weight: QuantizedWeight | PackedWeight, smoothed: bool = True) ->
     """
     if isinstance(weight, PackedWeight):
         weight = weight.unpack()
-    if not isinstance(weight, (weights.Canonical, weights.Packed)) or not hasattr(weight, "smooth"):
+    if not isinstance(weight, (Canonical, Packed)) or not hasattr(weight, "smooth"):
         remedy = "quantize or load one; other families have a dequantize of their own"
         raise ArgumentError("weight", weights.kind(weight), "must be a W4A8 weight, packed or not", remedy)
     w = weight.dequantize()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
+from terrazzo.ops.weight import files
 
 if TYPE_CHECKING:
     import torch
@@ -132,12 +133,12 @@ class ActivationStatistics:
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file. Atomic."""
-        weights.save(self, path, FILE_VERSION)
+        files.save(self, path, FILE_VERSION)
 
     @classmethod
     def load(cls, path: str | Path, device: str | int | torch.device = "cpu") -> ActivationStatistics:
         """Read a file that `save` wrote; ArgumentError if it is no such file, or its values are no statistics."""
-        found = weights.load(cls, path, device, FILE_VERSION)
+        found = files.load(cls, path, device, FILE_VERSION)
         k, again = found.maximum.shape[0] if found.maximum.ndim == 1 else 0, "calibrate again, and save that"
         weights.check_count("maximum", k, again)
         weights.check_tensor(found, "maximum", (k,), "float32", again)
@@ -239,13 +240,13 @@ class BlockPlan:
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file. Atomic."""
-        weights.save(self, path, FILE_VERSION)
+        files.save(self, path, FILE_VERSION)
 
     @classmethod
     def load(cls, path: str | Path, device: str | int | torch.device = "cpu") -> BlockPlan:
         """Read a file that `save` wrote; ArgumentError if it is no such file, or no plan."""
         read = lambda permutation=None, **rest: cls(permutation=permutation, **rest)
-        plan = weights.load(read, path, device, FILE_VERSION)
+        plan = files.load(read, path, device, FILE_VERSION)
         weights.check_count("k", plan.k, "save the plan again")
         if type(plan.blocks8) is not int or not 0 <= plan.blocks8 <= plan.blocks:
             raise ArgumentError("blocks8", plan.blocks8, f"must be 0..{plan.blocks}", "save the plan again")

@@ -17,21 +17,25 @@ the other tensor cores a block's record is that of W4A8 with groups of 128: s = 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.targets import Target
 from terrazzo.ops import dlpack, weights
-from terrazzo.ops.shards import Sharded
+from terrazzo.ops.products.mixed import W4AX
 from terrazzo.ops.w4ax.fmpq import BLOCK, check_permutation
+from terrazzo.ops.weight import files
+from terrazzo.ops.weight.base import Canonical, Packed
 
 if TYPE_CHECKING:
     import torch
     from terrazzo.layouts.units import UnitLayout
-    from terrazzo.lowering.targets import Target
     from terrazzo.ops.dlpack import SupportsDLPack
+    from terrazzo.ops.products.product import Product
 
 LAYOUT, LAYOUT4 = "w4a8_wgmma", "w4a4_mma"
 """Of blocks that are converted to bytes, and of blocks that native s4 takes as they are."""
@@ -49,8 +53,8 @@ LARGEST_MULTIPLIER = 16
 FLOATS = weights.FLOATS
 
 
-@dataclass(frozen=True, eq=False)
-class QuantizedWeight(Sharded):
+@dataclass(frozen=True, eq=False, repr=False)
+class QuantizedWeight(Canonical):
     """A W4Ax weight in plain rows, columns in the plan's order. Build it with `canonical`, which checks it.
 
     Attributes:
@@ -62,6 +66,8 @@ class QuantizedWeight(Sharded):
         bias: [N] | None.
         channel_scales: float32 [N], exact in bfloat16: scales are 1 to 16 times these (two-level); None for others.
     """
+
+    _product: ClassVar[Product] = W4AX
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -94,10 +100,8 @@ class QuantizedWeight(Sharded):
         """
         import torch
 
-        codes = weights.as_tensor("codes", codes)
-        given = dict(scales=scales, permutation=permutation, bias=bias, channel_scales=channel_scales)
-        scales, permutation, bias, channel_scales = (
-            None if t is None else weights.as_tensor(name, t, codes.device) for name, t in given.items()
+        codes, scales, permutation, bias, channel_scales = weights.as_tensors(
+            codes=codes, scales=scales, permutation=permutation, bias=bias, channel_scales=channel_scales
         )
         if codes.ndim != 2 or 0 in codes.shape or codes.shape[1] % BLOCK or not weights.is_integer(codes):
             raise _refuse("codes", codes, "must be integers [N, Kp], Kp a multiple of 128", "use quantize_weight")
@@ -122,25 +126,15 @@ class QuantizedWeight(Sharded):
         if permutation is not None:
             check_permutation(permutation, k, padded)
         _check_padding(codes, permutation, k)
-        if bias is not None and (tuple(bias.shape) != (n,) or weights.dtype_name(bias) not in FLOATS):
-            constraint = f"must be a float vector [{n}] of {' or '.join(FLOATS)}"
-            raise _refuse("bias", bias, constraint, "pass one for each output feature")
-        if bias is not None:
-            weights.check_finite("bias", bias, "repair the checkpoint")
         return cls(
             codes=codes.to(torch.int8).contiguous(),
             scales=scales.float().contiguous(),
             k=k,
             blocks8=blocks8,
             permutation=None if permutation is None else permutation.to(torch.int32).contiguous(),
-            bias=None if bias is None else bias.contiguous(),
+            bias=weights.bias_of(bias, n),
             channel_scales=None if channel_scales is None else channel_scales.float().contiguous(),
         )
-
-    @property
-    def n(self) -> int:
-        """Output features."""
-        return self.codes.shape[0]
 
     @property
     def blocks(self) -> int:
@@ -156,14 +150,6 @@ class QuantizedWeight(Sharded):
         """float32 [N, Kp/128], 1..16: the scales in units of the channel's; two-level only."""
         return (self.scales / self.channel_scales[:, None]).round()
 
-    def to(self, device: str | int | torch.device) -> QuantizedWeight:
-        """The same weight on another device."""
-        return weights.move(self, device)
-
-    def pack(self, *, target: Target | str | None = None) -> PackedWeight:
-        """See `pack`."""
-        return pack(self, target=target)
-
     def values(self) -> torch.Tensor:
         """float64 [N, Kp], exact: codes times scales, columns in the plan's order."""
         return self.codes.double() * self.scales.double().repeat_interleave(BLOCK, dim=1)
@@ -177,12 +163,15 @@ class QuantizedWeight(Sharded):
         out[:, order[order >= 0]] = values[:, order >= 0]
         return out
 
-    def __repr__(self) -> str:
-        return f"QuantizedWeight(N={self.n}, K={self.k}, {_summary(self)})"
+    def _summary(self) -> str:
+        """Its facts, for people."""
+        parts = [f"{self.blocks - self.blocks8} INT4 and {self.blocks8} INT8 blocks"]
+        parts += ["two-level scales"] if self.two_level else []
+        return ", ".join(parts + [name for name in ("permutation", "bias") if getattr(self, name) is not None])
 
 
-@dataclass(frozen=True, eq=False)
-class PackedWeight(weights.Packed):
+@dataclass(frozen=True, eq=False, repr=False)
+class PackedWeight(Packed, of=QuantizedWeight):
     """A W4Ax weight in the derived layouts that the kernels of its target read. Np: N rounded up to 64.
 
     Attributes:
@@ -211,6 +200,7 @@ class PackedWeight(weights.Packed):
 
     VERSION: ClassVar[str] = TWO_LEVEL_VERSION
     """Of files of experts, too, whose scales are two-level."""
+    OTHER_VERSIONS: ClassVar[tuple[str, ...]] = (FILE_VERSION,)
 
     @property
     def blocks(self) -> int:
@@ -227,11 +217,6 @@ class PackedWeight(weights.Packed):
         """Whether scales are multiples of the channel's."""
         return self.channel_scales is not None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that a kernel streams: words with their scales, padding included."""
-        return self.words.numel() * 4 + (self.channel_scales.numel() * 4 if self.two_level else 0)
-
     @classmethod
     def alike(cls, experts: list[PackedWeight]) -> list[PackedWeight]:
         """See `Packed`; raises ArgumentError for weights that no kernel of experts reads."""
@@ -243,17 +228,48 @@ class PackedWeight(weights.Packed):
                 raise ArgumentError("experts", f"{form}, packed for {expert.target}", constraint, remedy)
         return experts
 
-    def unpack(self) -> QuantizedWeight:
-        """Exact inverse of `pack`; block scales below 2^-122 lose bits there."""
+    @classmethod
+    def _of(cls, weight: QuantizedWeight, target: Target | str | None = None) -> PackedWeight:
+        """See `Packed`; there is no weight for any target."""
+        device = weight.codes.device
+        at = Target.detect(device) if target is None and device.type == "cuda" else Target.parse(target)
+        return super()._of(weight, at)
+
+    @classmethod
+    def _planes(cls, weight: QuantizedWeight, arch: str | None) -> dict[str, Any]:
+        """See `Packed`."""
+        import torch
+        from torch.nn.functional import pad
+
+        rows, on_s4 = -weight.n % ROWS, native(Target.parse(arch))
+        codes = pad(weight.codes, (0, 0, 0, rows)).bitwise_and(15).to(torch.uint8)
+        scales = pad(weight.multipliers() if weight.two_level else weight.scales, (0, 0, 0, rows), value=1.0)
+        parts = []
+        for bits, span in spans(weight.blocks, weight.blocks8, on_s4):
+            if weight.two_level and not on_s4:
+                held = (scales[:, span].to(torch.uint8), (128 - 8 * scales[:, span]).to(torch.uint8))
+            else:
+                stored = weights.as_bytes((scales[:, span] * (1 if bits == 4 else 0.0625)).bfloat16())
+                held = (stored[:, 0::2].contiguous(), stored[:, 1::2].contiguous())
+            words = unit_layout(bits).pack(codes[:, span.start * BLOCK : span.stop * BLOCK].contiguous(), *held)
+            parts.append(words.reshape(words.shape[0], len(codes) // ROWS, UNIT_WORDS))
+        channel = pad(weight.channel_scales, (0, rows), value=1.0) if weight.two_level else None
+        return dict(words=torch.cat(parts).contiguous(), order=order_name(weight.permutation), channel_scales=channel)
+
+    def _units(self) -> Iterator[tuple[int, UnitLayout, torch.Tensor]]:
+        """(bits on the tensor core, layout, words of its units) of the blocks of 4 bits, then of those of 8."""
+        for bits, span in spans(self.blocks, self.blocks8, self.native):
+            unit, depth = unit_layout(bits), span.stop - span.start
+            yield bits, unit, self.words[span].reshape(depth, self.words.shape[1] * ROWS // unit.block.block_rows, -1)
+
+    def _rows(self) -> dict[str, Any]:
+        """See `Packed`; block scales below 2^-122 lost bits."""
         import torch
 
         self.check_layout(identity(self.native, self.two_level))
         codes, scales = [], []
-        for bits, span in spans(self.blocks, self.blocks8, self.native):
-            unit = unit_layout(bits)
-            rows = self.words.shape[1] * ROWS
-            words = self.words[span].reshape(len(range(*span.indices(self.blocks))), rows // unit.block.block_rows, -1)
-            c, low, high = unit.unpack(words, rows, words.shape[0] * BLOCK)
+        for bits, unit, words in self._units():
+            c, low, high = unit.unpack(words, self.words.shape[1] * ROWS, words.shape[0] * BLOCK)
             codes.append((c[: self.n] ^ 8).to(torch.int8) - 8)
             if self.two_level and not self.native:
                 scales.append(low[: self.n].float())
@@ -261,45 +277,15 @@ class PackedWeight(weights.Packed):
                 raw = low[: self.n].to(torch.int16) | high[: self.n].to(torch.int16) << 8
                 scales.append(raw.view(torch.bfloat16).float() * (1 if bits == 4 else 16))
         channel = self.channel_scales[: self.n].clone() if self.two_level else None
-        return QuantizedWeight(
-            codes=torch.cat(codes, dim=1),
-            scales=torch.cat(scales, dim=1) * (1 if channel is None else channel[:, None]),
-            k=self.k,
-            blocks8=self.blocks8,
-            permutation=self.permutation,
-            bias=self.bias,
-            channel_scales=channel,
-        )
-
-    def dequantize(self) -> torch.Tensor:
-        """float64 [N, k], read back from the packed bytes, columns in the order of the input."""
-        return self.unpack().dequantize()
+        joined = torch.cat(scales, dim=1) * (1 if channel is None else channel[:, None])
+        return dict(codes=torch.cat(codes, dim=1), scales=joined, channel_scales=channel)
 
     def save(self, path: str | Path) -> None:
-        """Write one safetensors file: the tensors, and sizes, layout identity and version in its metadata. Atomic."""
-        weights.save(self, path, TWO_LEVEL_VERSION if self.two_level else FILE_VERSION)
-
-    @classmethod
-    def load(cls, path: str | Path, device: str | int | torch.device = "cpu") -> PackedWeight:
-        """Read a file that `save` wrote.
-
-        Raises:
-            ArgumentError: it is no such file, or its tensors do not have the sizes that its metadata states.
-            LayoutMismatchError: it was packed with another layout than this version's for its target.
-        """
-
-        weight = weights.load(cls, path, device, FILE_VERSION, TWO_LEVEL_VERSION)
-        weight.check_facts()
-        weight.check_layout(weight.expected_layout(), "path")
-        weight.check_sizes()
-        weights.check_vectors(weight)
-        weight.check_values()
-        return weight
+        """See `Packed`."""
+        files.save(self, path, TWO_LEVEL_VERSION if self.two_level else FILE_VERSION)
 
     def expected_layout(self) -> str:
         """Identity of the layout that its target's kernels read."""
-        from terrazzo.lowering.targets import Target
-
         return identity(native(Target.parse(self.target)), self.two_level)
 
     def check_facts(self) -> None:
@@ -319,9 +305,7 @@ class PackedWeight(weights.Packed):
             check_permutation(self.permutation, self.k, self.blocks * BLOCK)
         if self.two_level:
             _check_positive("channel_scales", self.channel_scales, self.channel_scales)
-        for bits, span in spans(self.blocks, self.blocks8, self.native):
-            unit, rows = unit_layout(bits), self.words.shape[1] * ROWS
-            words = self.words[span].reshape(len(range(*span.indices(self.blocks))), rows // unit.block.block_rows, -1)
+        for _, unit, words in self._units():
             _, records = unit.split(words)
             if self.two_level and not self.native:
                 value = weights.out_of_range(records[..., 0], 1, LARGEST_MULTIPLIER)
@@ -335,17 +319,21 @@ class PackedWeight(weights.Packed):
         if self.order != order_name(self.permutation):
             raise ArgumentError("order", self.order, "is not the name of its permutation", "save the weight again")
 
+    def _shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """See `Packed`."""
+        rows = -(-self.n // ROWS) * ROWS
+        return super()._shapes() | ({"channel_scales": ((rows,), "float32")} if self.two_level else {})
+
     def check_sizes(self) -> None:
         """Raise ArgumentError unless the tensors have the shapes and dtypes that n, k and blocks8 ask for."""
         self.check_facts()
-        weights.check_tensor(self, "words", (self.blocks, -(-self.n // ROWS), UNIT_WORDS), "int32")
+        super().check_sizes()
         if self.permutation is not None:
             weights.check_tensor(self, "permutation", (self.blocks * BLOCK,), "int32")
-        if self.two_level:
-            weights.check_tensor(self, "channel_scales", (-(-self.n // ROWS) * ROWS,), "float32")
 
-    def __repr__(self) -> str:
-        return f"PackedWeight(N={self.n}, K={self.k}, {_summary(self)}, {self.target})"
+    def _summary(self) -> str:
+        """Its facts, for people."""
+        return f"{QuantizedWeight._summary(self)}, {self.target}"
 
 
 def native(target: Target) -> bool:
@@ -398,50 +386,11 @@ def pack(weight: QuantizedWeight, *, target: Target | str | None = None) -> Pack
     Raises:
         ArgumentError: not a QuantizedWeight. TargetError: see `Target.parse`.
     """
-    import torch
-    from terrazzo.lowering.targets import Target
-    from torch.nn.functional import pad
-
     if not isinstance(weight, QuantizedWeight):
         raise ArgumentError(
             "weight", weights.kind(weight), "must be a w4ax QuantizedWeight", "use quantize() for a float weight"
         )
-    device = weight.codes.device
-    at = Target.detect(device) if target is None and device.type == "cuda" else Target.parse(target)
-    rows, blocks = -weight.n % ROWS, weight.blocks
-    codes = pad(weight.codes, (0, 0, 0, rows)).bitwise_and(15).to(torch.uint8)
-    scales = pad(weight.multipliers() if weight.two_level else weight.scales, (0, 0, 0, rows), value=1.0)
-    channel = pad(weight.channel_scales, (0, rows), value=1.0) if weight.two_level else None
-    parts = []
-    for bits, span in spans(blocks, weight.blocks8, native(at)):
-        if weight.two_level and not native(at):
-            planes = (scales[:, span].to(torch.uint8), (128 - 8 * scales[:, span]).to(torch.uint8))
-        else:
-            stored = weights.as_bytes((scales[:, span] * (1 if bits == 4 else 0.0625)).bfloat16())
-            planes = (stored[:, 0::2], stored[:, 1::2])
-        words = unit_layout(bits).pack(
-            codes[:, span.start * BLOCK : span.stop * BLOCK].contiguous(), *(p.contiguous() for p in planes)
-        )
-        parts.append(words.reshape(words.shape[0], len(codes) // ROWS, UNIT_WORDS))
-    return PackedWeight(
-        words=torch.cat(parts).contiguous(),
-        n=weight.n,
-        k=weight.k,
-        blocks8=weight.blocks8,
-        layout=identity(native(at), weight.two_level),
-        target=at.arch,
-        order=order_name(weight.permutation),
-        permutation=weight.permutation,
-        bias=weight.bias,
-        channel_scales=channel,
-    )
-
-
-def _summary(weight: QuantizedWeight | PackedWeight) -> str:
-    parts = [f"{weight.blocks - weight.blocks8} INT4 and {weight.blocks8} INT8 blocks"]
-    parts += ["two-level scales"] if weight.two_level else []
-    parts += [name for name in ("permutation", "bias") if getattr(weight, name) is not None]
-    return ", ".join(parts)
+    return PackedWeight._of(weight, target)
 
 
 def _refuse(name: str, tensor: torch.Tensor | None, constraint: str, remedy: str) -> ArgumentError:

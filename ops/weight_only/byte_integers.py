@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+from terrazzo.ops.products.wide import W8A16
 from terrazzo.ops.weight_only import integers
 
-FILE_VERSION = "terrazzo.w8a16/1"
+if TYPE_CHECKING:
+    from terrazzo.ops.products.product import Product
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class QuantizedWeight(integers.QuantizedWeight):
     """An 8-bit weight [N, K] in plain rows: attributes and `canonical`, which checks it, of `GroupedCodes`."""
 
+    _product: ClassVar[Product] = W8A16
     weight: ClassVar[str] = "u8"
     bits: ClassVar[int] = 8
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PackedWeight(integers.PackedWeight):
+class PackedWeight(integers.PackedWeight, of=QuantizedWeight):
     """An 8-bit weight in the derived layout that every W8A16 kernel of every target reads.
 
     Attributes:
@@ -27,9 +30,5 @@ class PackedWeight(integers.PackedWeight):
             `w4a16.PackedWeight`; without a zeros plane every zero point is 128.
     """
 
-    VERSION = FILE_VERSION
+    VERSION = W8A16.version
     weight: ClassVar[str] = "u8"
-    canonical_kind: ClassVar[type[integers.QuantizedWeight]] = QuantizedWeight
-
-
-QuantizedWeight.packed_kind = PackedWeight

@@ -9,25 +9,28 @@ quantizer ends in the canonical form; `pack` turns it into the one packed form t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
-from terrazzo.ops.products.codes import SCALE_BYTES, SMALL_SCALES, Codes, get_codes
+from terrazzo.ops.products.codes import SMALL_SCALES, Codes, get_codes
+from terrazzo.ops.products.table import of_codes
+from terrazzo.ops.products.wide import FP8
+from terrazzo.ops.weight.base import Canonical, Packed, Plain
 from terrazzo.ops.weight_only import small_scales
-from terrazzo.ops.weight_only.packed import BLOCK_N, WeightOnly, layout_of, padded, row_order
+from terrazzo.ops.weight_only.packed import WeightOnly, records
 
 if TYPE_CHECKING:
     import torch
     from terrazzo.lowering.targets import Target
+    from terrazzo.ops.products.product import Product
 
-FILE_VERSION = "terrazzo.weight_only/1"
 MOST_STEPS = 127
 """A scale further below the row's largest counts as 2^-127 of it: a float32 sum would not show it."""
 
 
-@dataclass(frozen=True, eq=False)
-class QuantizedWeight(weights.Canonical):
+@dataclass(frozen=True, eq=False, repr=False)
+class QuantizedWeight(Plain):
     """A weight [N, K] in plain rows. Build it with `canonical`, which checks it.
 
     Attributes:
@@ -96,6 +99,11 @@ class QuantizedWeight(weights.Canonical):
         return cls(codes, scales, min(group_size, k) if form.one_group else group_size, form.name, bias, factors)
 
     @property
+    def _product(self) -> Product:
+        """See `Canonical`."""
+        return of_codes(self.weight)
+
+    @property
     def format(self) -> Codes:
         """What its codes are, a value of `terrazzo.ops.products.codes`."""
         return get_codes(self.weight)
@@ -110,10 +118,6 @@ class QuantizedWeight(weights.Canonical):
     def symmetric(self) -> bool:
         """True: codes are numbers as they are."""
         return True
-
-    def pack(self, *, target: Target | str | None = None) -> PackedWeight:
-        """See `pack` of the format's module."""
-        return pack(self, target=target)
 
     def dequantize(self, numerics: str = "exact", dtype: torch.dtype | None = None) -> torch.Tensor:
         """float64 [N, K], exactly what codes and scales mean, but what an operand keeps of them where scales are folded
@@ -137,12 +141,14 @@ class QuantizedWeight(weights.Canonical):
             values = values.half().double()
         return torch.ldexp(values, largest - 127)
 
-    def __repr__(self) -> str:
-        return f"QuantizedWeight(N={self.n}, K={self.k}, {_summary(self)})"
+    def _summary(self) -> str:
+        """Its facts, for people."""
+        group = "K" if self.group_size >= self.k and self.format.one_group else self.group_size
+        return f"{self.weight}, group={group}" + ", bias" * (self.bias is not None)
 
 
-@dataclass(frozen=True, eq=False)
-class PackedWeight(WeightOnly):
+@dataclass(frozen=True, eq=False, repr=False)
+class PackedWeight(WeightOnly, of=QuantizedWeight):
     """A weight in the derived layout that every kernel of its format and of every target reads. Np, Kp: padded sizes.
 
     Attributes:
@@ -158,7 +164,7 @@ class PackedWeight(WeightOnly):
         target: architecture it was packed for, None for any (today one layout serves all targets).
     """
 
-    VERSION = FILE_VERSION
+    VERSION = FP8.version
     symmetric: ClassVar[bool] = True
     perm: ClassVar[None] = None
 
@@ -178,33 +184,40 @@ class PackedWeight(WeightOnly):
         """Group sizes of the format, besides K."""
         return self.format.groups
 
-    def unpack(self) -> QuantizedWeight:
-        """Inverse of `pack`: the same codes, and the same scales but for those of groups whose codes are all zeros."""
+    @classmethod
+    def _planes(cls, weight: QuantizedWeight, arch: str | None) -> dict[str, Any]:
+        """See `Packed`."""
         import torch
 
-        form, (np_, kp) = self.format, padded(self.n, self.k)
-        layout, rows = layout_of(form), row_order(form)
-        codes = layout.unpack(self.words, self.n, kp)[:, : self.k].contiguous()
-        groups = -(-self.k // self.group_size)
-        stored = self.params.shape[0] - 4 * BLOCK_N // self.params.shape[2]
-        factors = self.params[stored:].transpose(0, 1).contiguous().view(torch.float32).view(np_)[: self.n]
+        form = weight.format
         if form.scales == ("e8m0",):
-            steps = rows.unpack(self.params[:stored].transpose(0, 1), self.n)[:, :groups].int()
+            largest = largest_scales(weight)
+            factors = torch.ldexp(torch.ones_like(largest, dtype=torch.float64), largest - 127).float()
+            scales = (largest - weight.scales.int()).clamp(0, MOST_STEPS).to(torch.uint8)
+        elif weight.factors is not None:
+            scales, factors = small_scales.stored(weight.scales), weight.factors[:, None]
+        elif form.one_group and weight.group_size >= weight.k:
+            scales, factors = None, weight.scales.float()
+        else:
+            scales, factors = _relative(weight.scales, form)
+        return records(weight, scales, None, factors)
+
+    def _rows(self) -> dict[str, Any]:
+        """See `Packed`."""
+        import torch
+
+        codes, scales, _, factors = self._stored()
+        if self.scale_dtype == "e4m3":
+            return {"codes": codes, "scales": small_scales.loaded(scales), "factors": factors.clone()}
+        if self.scale_dtype == "e8m0":
             largest = torch.frexp(factors).exponent[:, None] - 1 + 127
-            scales = (largest - steps).clamp(0, 254).to(torch.uint8)
-        elif self.scale_dtype == "e4m3":
-            held = small_scales.bytes_of(self.params[:stored].transpose(0, 1))
-            held = rows.unpack(held, self.n)[:, :groups].contiguous()
-            scales, found = small_scales.loaded(held), (self.bias, factors.clone())
-            return QuantizedWeight(codes, scales, self.group_size, self.weight, *found)
-        elif stored:
-            dtype = getattr(torch, self.scale_dtype)
-            held = rows.unpack(self.params[:stored].transpose(0, 1).contiguous().view(dtype), self.n)[:, :groups]
-            exact = torch.ldexp(held.double(), torch.tensor(-form.lacks.get(self.scale_dtype, 0)))
-            scales = (exact * factors[:, None].double()).to(dtype)
+            scales = (largest - scales.int()).clamp(0, 254).to(torch.uint8)
+        elif scales.numel():
+            exact = torch.ldexp(scales.double(), torch.tensor(-self.format.lacks.get(self.scale_dtype, 0)))
+            scales = (exact * factors[:, None].double()).to(scales.dtype)
         else:
             scales = factors[:, None]
-        return QuantizedWeight(codes, scales.contiguous(), self.group_size, self.weight, self.bias)
+        return {"codes": codes, "scales": scales.contiguous()}
 
     def dequantize(self, numerics: str = "exact", dtype: torch.dtype | None = None) -> torch.Tensor:
         """float64 [N, K], read back from the packed bytes; see `QuantizedWeight.dequantize`."""
@@ -213,32 +226,22 @@ class PackedWeight(WeightOnly):
     def check_facts(self) -> None:
         """Raise ArgumentError unless the format is known and n, k and group_size are such as `pack` writes."""
         super().check_facts()
-        if self.scale_dtype not in get_codes(self.weight).scales:
-            constraint = f"must be one of {self.format.scales} in {self.weight}"
-            raise ArgumentError("scale_dtype", self.scale_dtype, constraint, "pack the weight again")
         if self.group_size not in self.format.groups and not self.format.one_group:
             constraint = f"must be one of {self.format.groups}"
             raise ArgumentError("group_size", self.group_size, constraint, "pack the weight again")
 
     def check_values(self) -> None:
         """Raise ArgumentError for values that `pack` does not write; read where they come from a file."""
-        import torch
-
-        stored = self.params.shape[0] - 4 * BLOCK_N // self.params.shape[2]
+        scales, _, factors = self._parts()
         remedy = "the file is damaged: get it again, or pack the weight again"
-        weights.check_finite("params", self.params[stored:].contiguous().view(torch.float32), remedy, least=0)
+        weights.check_finite("params", factors, remedy, least=0)
         most = {"e8m0": MOST_STEPS, "e4m3": small_scales.LAST}.get(self.scale_dtype)
         if most is None:
-            held = self.params[:stored].contiguous().view(getattr(torch, self.scale_dtype))
-            weights.check_finite("params", held, remedy, least=0)
-        else:
-            held = self.params[:stored]
-            held = small_scales.bytes_of(held) if self.scale_dtype == "e4m3" else held
-            if bool((held > most).any()):
-                raise ArgumentError("params", int(held.max()), f"must be at most {most}", remedy)
+            weights.check_finite("params", scales, remedy, least=0)
+        elif bool((scales > most).any()):
+            raise ArgumentError("params", int(scales.max()), f"must be at most {most}", remedy)
 
-    def __repr__(self) -> str:
-        return f"PackedWeight(N={self.n}, K={self.k}, {_summary(self)})"
+    _summary = QuantizedWeight._summary
 
 
 def pack(weight: QuantizedWeight, *, target: Target | str | None = None) -> PackedWeight:
@@ -252,48 +255,10 @@ def pack(weight: QuantizedWeight, *, target: Target | str | None = None) -> Pack
     Raises:
         ArgumentError: no `QuantizedWeight` of these formats. TargetError: see `Target.parse`.
     """
-    import torch
-
     if not isinstance(weight, QuantizedWeight):
         remedy = "call unpack() first to pack it again" if hasattr(weight, "words") else "make one with canonical()"
         raise ArgumentError("weight", weights.kind(weight), "must be a QuantizedWeight", remedy)
-    form, (np_, kp) = weight.format, padded(weight.n, weight.k)
-    layout, rows = layout_of(form), row_order(form)
-
-    def filled(values: torch.Tensor, columns: int) -> torch.Tensor:
-        return torch.nn.functional.pad(values, (0, columns - values.shape[1], 0, np_ - values.shape[0]))
-
-    groups = 0 if form.one_group and weight.group_size >= weight.k else kp // weight.group_size
-    records = []
-    if form.scales == ("e8m0",):
-        largest = largest_scales(weight)
-        factors = torch.ldexp(torch.ones_like(largest, dtype=torch.float64), largest - 127).float()
-        scales = (largest - weight.scales.int()).clamp(0, MOST_STEPS).to(torch.uint8)
-    elif weight.factors is not None:
-        scales, factors = small_scales.stored(weight.scales), weight.factors[:, None]
-    elif groups:
-        scales, factors = _relative(weight.scales, form)
-    else:
-        scales, factors = None, weight.scales.float()
-    if scales is not None:
-        held = rows.pack(filled(scales, groups)).contiguous()
-        held = small_scales.words_of(held) if weight.scale_dtype == "e4m3" else held.view(torch.uint8)
-        records.append(held.transpose(0, 1))
-    record = BLOCK_N * SCALE_BYTES[weight.scale_dtype] * form.record_groups
-    tail = filled(factors, 1).contiguous().view(torch.uint8).view(np_ // BLOCK_N, -1, record)
-    records.append(tail.transpose(0, 1))
-    return PackedWeight(
-        words=layout.pack(filled(weight.codes, kp)).contiguous(),
-        params=torch.cat(records).contiguous(),
-        n=weight.n,
-        k=weight.k,
-        group_size=weight.group_size,
-        weight=weight.weight,
-        scale_dtype=weight.scale_dtype,
-        layout=layout.identity,
-        bias=weight.bias,
-        target=weights.arch_of(target, weight.codes.device),
-    )
+    return PackedWeight._of(weight, target)
 
 
 def made(
@@ -311,7 +276,7 @@ def made(
             constraint = "must be left out when codes is a QuantizedWeight"
             raise ArgumentError(name, "given", constraint, "put it into the QuantizedWeight")
         return codes
-    if isinstance(codes, weights.Canonical | weights.Packed):
+    if isinstance(codes, Canonical | Packed):
         remedy = "call unpack() first to pack it again" if hasattr(codes, "words") else "call its own pack()"
         raise ArgumentError("codes", weights.kind(codes), f"must be codes or a {weight}.QuantizedWeight", remedy)
     if scales is None or group_size is None:
@@ -412,8 +377,3 @@ def _scales(scales: torch.Tensor, n: int, k: int, group_size: int, form: Codes) 
 def _per_column(values: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     """[N, G] -> [N, K]: the value that belongs to each column of codes."""
     return values.repeat_interleave(weight.group_size, dim=1)[:, : weight.k]
-
-
-def _summary(weight: QuantizedWeight | PackedWeight) -> str:
-    group = "K" if weight.group_size >= weight.k and weight.format.one_group else weight.group_size
-    return f"{weight.weight}, group={group}" + ", bias" * (weight.bias is not None)

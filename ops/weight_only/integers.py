@@ -10,33 +10,34 @@ of the format reads. These classes are those of W4A16; ops/weight_only/byte_inte
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
 from terrazzo.ops.grouped_codes import GROUPS as GROUPS
-from terrazzo.ops.grouped_codes import MOST_ZERO, SCALE_DTYPES, GroupedCodes, check_perm
-from terrazzo.ops.products.codes import SCALE_BYTES, Codes, get_codes
+from terrazzo.ops.grouped_codes import MOST_ZERO, GroupedCodes, check_perm
+from terrazzo.ops.products.codes import Codes, get_codes
+from terrazzo.ops.products.wide import W4A16
 from terrazzo.ops.weight_only.decoding import decode
 from terrazzo.ops.weight_only.packed import BLOCK_K as BLOCK_K
-from terrazzo.ops.weight_only.packed import BLOCK_N, WeightOnly, layout_of, row_order
+from terrazzo.ops.weight_only.packed import BLOCK_N, WeightOnly, records, row_order
 
 if TYPE_CHECKING:
     import torch
     from terrazzo.lowering.targets import Target
     from terrazzo.ops.dlpack import SupportsDLPack
+    from terrazzo.ops.products.product import Product
 
 LAYOUT = "w4a16"
 WEIGHT = "u4"
-FILE_VERSION = "terrazzo.w4a16/1"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class QuantizedWeight(GroupedCodes):
     """A 4-bit weight [N, K] in plain rows: attributes and `canonical`, which checks it, of `GroupedCodes`."""
 
+    _product: ClassVar[Product] = W4A16
     weight: ClassVar[str] = WEIGHT
-    packed_kind: ClassVar[type[PackedWeight]]
 
     @property
     def format(self) -> Codes:
@@ -53,20 +54,19 @@ class QuantizedWeight(GroupedCodes):
         """Whether all zero points are 8 (of 8 bits: 128) and not stored."""
         return self.zeros is None
 
-    def pack(self, *, target: Target | str | None = None) -> PackedWeight:
-        """See `pack`."""
-        return packed_of(self, target)
-
     def dequantize(self, numerics: str = "exact", dtype: torch.dtype | None = None) -> torch.Tensor:
         """Float weight [N, K] in input-channel order; see `reference.dequantize`."""
         return decode(self, numerics, dtype)
 
-    def __repr__(self) -> str:
-        return f"QuantizedWeight(N={self.n}, K={self.k}, {_summary(self)})"
+    def _summary(self) -> str:
+        """Its facts, for people."""
+        group = "K" if self.group_size >= self.k else self.group_size
+        parts = [f"group={group}", "symmetric" if self.symmetric else "zeros", f"scales={self.scale_dtype}"]
+        return ", ".join(parts + ["act-order"] * (self.perm is not None) + ["bias"] * (self.bias is not None))
 
 
-@dataclass(frozen=True, eq=False)
-class PackedWeight(WeightOnly):
+@dataclass(frozen=True, eq=False, repr=False)
+class PackedWeight(WeightOnly, of=QuantizedWeight):
     """A 4-bit weight in the derived layout that every W4A16 kernel of every target reads. Np, Kp, Gp: padded sizes.
 
     Attributes:
@@ -84,9 +84,8 @@ class PackedWeight(WeightOnly):
         target: architecture it was packed for, None for any (today one layout serves all targets).
     """
 
-    VERSION = FILE_VERSION
+    VERSION = W4A16.version
     weight: ClassVar[str] = WEIGHT
-    canonical_kind: ClassVar[type[QuantizedWeight]] = QuantizedWeight
 
     words: torch.Tensor
     params: torch.Tensor
@@ -105,24 +104,15 @@ class PackedWeight(WeightOnly):
         """Stored groups Gp."""
         return self.params.shape[0]
 
-    def unpack(self) -> QuantizedWeight:
-        """Exact inverse of `pack`."""
-        import torch
+    @classmethod
+    def _planes(cls, weight: QuantizedWeight, arch: str | None) -> dict[str, Any]:
+        """See `Packed`."""
+        return records(weight, weight.scales, weight.zeros, None)
 
-        layout, rows = layout_of(self.format), row_order(self.format)
-        codes = layout.unpack(self.words, self.n, self.words.shape[0] * layout.block_k)
-        scale_bytes, groups = BLOCK_N * SCALE_BYTES[self.scale_dtype], -(-self.k // self.group_size)
-        params = self.params.transpose(0, 1)
-        scales = params[..., :scale_bytes].contiguous().view(getattr(torch, self.scale_dtype))
-        zeros = None if self.symmetric else rows.unpack(params[..., scale_bytes:], self.n)
-        return self.canonical_kind(
-            codes=codes[:, : self.k].contiguous(),
-            scales=rows.unpack(scales, self.n)[:, :groups].contiguous(),
-            group_size=self.group_size,
-            zeros=None if zeros is None else zeros[:, :groups].contiguous(),
-            perm=self.perm,
-            bias=self.bias,
-        )
+    def _rows(self) -> dict[str, Any]:
+        """See `Packed`."""
+        codes, scales, zeros, _ = self._stored()
+        return {"codes": codes, "scales": scales, "zeros": None if self.symmetric else zeros}
 
     def dequantize(self, numerics: str = "exact", dtype: torch.dtype | None = None) -> torch.Tensor:
         """Float weight [N, K] in input-channel order, read back from the packed bytes.
@@ -131,22 +121,12 @@ class PackedWeight(WeightOnly):
         """
         return self.unpack().dequantize(numerics, dtype)
 
-    def check_facts(self) -> None:
-        """Raise ArgumentError unless n, k, group_size and scale_dtype are such as `pack` writes."""
-        super().check_facts()
-        if self.scale_dtype not in SCALE_DTYPES:
-            constraint = f"must be one of {SCALE_DTYPES}"
-            raise ArgumentError("scale_dtype", self.scale_dtype, constraint, "pack the weight again")
-
     def check_values(self) -> None:
         """Raise ArgumentError for scales that are not finite, zero points out of range, a perm that is none."""
-        import torch
-
-        scale_bytes = BLOCK_N * SCALE_BYTES[self.scale_dtype]
-        scales = self.params[..., :scale_bytes].contiguous().view(getattr(torch, self.scale_dtype))
+        scales, zeros, _ = self._parts()
         weights.check_finite("params", scales, "the file is damaged: get it again, or pack the weight again")
         most = MOST_ZERO[self.format.bits]
-        if (value := weights.out_of_range(self.params[..., scale_bytes:], 0, most)) is not None:
+        if (value := weights.out_of_range(zeros, 0, most)) is not None:
             raise ArgumentError("params", value, f"its zero points must be in 0..{most}", "pack the weight again")
         if self.perm is not None:
             check_perm(self.perm, self.k)
@@ -170,18 +150,7 @@ class PackedWeight(WeightOnly):
             return experts
         return [expert.with_zero_points() for expert in experts]
 
-    def __repr__(self) -> str:
-        return f"PackedWeight(N={self.n}, K={self.k}, {_summary(self)})"
-
-
-QuantizedWeight.packed_kind = PackedWeight
-
-
-def packed_sizes(n: int, k: int, group_size: int, scale_dtype: str, symmetric: bool) -> tuple[int, int, int, int]:
-    """(Np, Kp, Gp, R): padded sizes, stored groups, bytes of params for 64 rows and one group."""
-    np_, kp = -(-n // BLOCK_N) * BLOCK_N, -(-k // BLOCK_K) * BLOCK_K
-    gp = 1 if group_size >= k else kp // group_size
-    return np_, kp, gp, BLOCK_N * (SCALE_BYTES[scale_dtype] + (not symmetric))
+    _summary = QuantizedWeight._summary
 
 
 @dlpack.accepting
@@ -208,7 +177,7 @@ def pack(
     Raises:
         ArgumentError: see `QuantizedWeight.canonical`; a PackedWeight. TargetError: see `Target.parse`.
     """
-    return packed_of(made(QuantizedWeight, codes, scales, zeros, group_size, perm, bias), target)
+    return made(QuantizedWeight, codes, scales, zeros, group_size, perm, bias).pack(target=target)
 
 
 def made(
@@ -233,43 +202,3 @@ def made(
             )
         return codes
     return kind.canonical(codes, scales, zeros, group_size=group_size, perm=perm, bias=bias)
-
-
-def packed_of(weight: QuantizedWeight, target: Target | str | None) -> PackedWeight:
-    """A canonical weight, packed; see `pack`."""
-    import torch
-
-    layout, rows = layout_of(weight.format), row_order(weight.format)
-    np_, kp, gp, _ = packed_sizes(
-        weight.n, weight.k, weight.group_size, weights.dtype_name(weight.scales), weight.symmetric
-    )
-
-    def padded(values: torch.Tensor, columns: int) -> torch.Tensor:
-        return torch.nn.functional.pad(values, (0, columns - values.shape[1], 0, np_ - values.shape[0]))
-
-    params = rows.pack(padded(weight.scales, gp)).contiguous().view(torch.uint8)
-    if not weight.symmetric:
-        params = torch.cat([params, rows.pack(padded(weight.zeros, gp))], dim=-1)
-    return weight.packed_kind(
-        words=layout.pack(padded(weight.codes, kp)).contiguous(),
-        params=params.transpose(0, 1).contiguous(),
-        n=weight.n,
-        k=weight.k,
-        group_size=weight.group_size,
-        scale_dtype=weights.dtype_name(weight.scales),
-        symmetric=weight.symmetric,
-        layout=layout.identity,
-        perm=weight.perm,
-        bias=weight.bias,
-        target=weights.arch_of(target, weight.codes.device),
-    )
-
-
-def _summary(weight: QuantizedWeight | PackedWeight) -> str:
-    parts = [
-        f"group={'K' if weight.group_size >= weight.k else weight.group_size}",
-        "symmetric" if weight.symmetric else "zeros",
-    ]
-    scale = weight.scale_dtype if isinstance(weight, PackedWeight) else weights.dtype_name(weight.scales)
-    parts += [f"scales={scale}"] + ["act-order"] * (weight.perm is not None) + ["bias"] * (weight.bias is not None)
-    return ", ".join(parts)

@@ -6,10 +6,13 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from terrazzo.ops import weights
-from terrazzo.ops.products.codes import BLOCK_ROWS, BLOCK_WORDS, HALVES, Codes, get_codes
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.linear.operand import FACTOR_BYTES
+from terrazzo.ops.products.codes import BLOCK_ROWS, SCALE_BYTES, Codes, get_codes
+from terrazzo.ops.products.planes import Size
 from terrazzo.ops.products.table import of_codes
-from terrazzo.ops.products.ways import choose_way
+from terrazzo.ops.weight.base import Canonical, Packed
+from terrazzo.ops.weight_only import small_scales
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +23,7 @@ BLOCK_N, BLOCK_K = BLOCK_ROWS, 128
 """Rows and input channels that a packed weight is padded to."""
 
 
-class WeightOnly(weights.Packed):
+class WeightOnly(Packed):
     """A packed weight in the derived layout that every kernel of its format reads. Np, Kp: padded sizes.
 
     Attributes:
@@ -46,23 +49,71 @@ class WeightOnly(weights.Packed):
         """What its codes are, a value of `terrazzo.ops.products.codes`."""
         return get_codes(self.weight)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that a kernel streams: words and params, padding included."""
-        return self.words.numel() * 4 + self.params.numel()
-
     def expected_layout(self) -> str:
         """Identity of the layout that the kernels of this version read."""
         return layout_identity(self.weight)
 
-    def check_sizes(self) -> None:
-        """Raise ArgumentError unless words and params have the shapes and dtypes that n, k and group_size ask for."""
-        words, params = packed_shapes(
-            self.n, self.k, group_size=self.group_size, scale_dtype=self.scale_dtype, symmetric=self.symmetric,
-            weight=self.weight,
-        )  # fmt: skip
-        weights.check_tensor(self, "words", words, "int32")
-        weights.check_tensor(self, "params", params, "uint8")
+    def check_facts(self) -> None:
+        """Raise ArgumentError unless n, k, group_size and scale_dtype are such as `pack` writes."""
+        super().check_facts()
+        if self.scale_dtype not in self.format.scales:
+            constraint = f"must be one of {self.format.scales} in {self.weight}"
+            raise ArgumentError("scale_dtype", self.scale_dtype, constraint, "pack the weight again")
+
+    def _parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(scales, zero points, factors of rows) as the bytes of the records hold them; empty ones are stored nowhere.
+
+        [Np/64, G', 64] in the order of the layout; scales in their dtype, small ones as uint8.
+        """
+        import torch
+
+        form, held = self.format, self.params.transpose(0, 1)
+        stored = held.shape[1] - (FACTOR_BYTES // held.shape[2] if form.row_factors else 0)
+        size = BLOCK_N * SCALE_BYTES[self.scale_dtype] * form.record_groups
+        scales, zeros = held[:, :stored, :size], held[:, :stored, size:]
+        if self.scale_dtype == "e4m3":
+            scales = small_scales.bytes_of(scales)
+        elif self.scale_dtype != "e8m0":
+            scales = scales.contiguous().view(getattr(torch, self.scale_dtype))
+        return scales, zeros, held[:, stored:].contiguous().view(torch.float32)
+
+    def _stored(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(codes [N, K], scales [N, G], zero points [N, G], factors [N]) as they are stored, in plain rows."""
+        layout, rows = layout_of(self.format), row_order(self.format)
+        scales, zeros, factors = self._parts()
+        codes = layout.unpack(self.words, self.n, self.words.shape[0] * layout.block_k)
+        plain = lambda held: rows.unpack(held, self.n)[:, : -(-self.k // self.group_size)].contiguous()
+        scales, zeros = (plain(held) if held.numel() else held for held in (scales, zeros))
+        return codes[:, : self.k].contiguous(), scales, zeros, factors.flatten()[: self.n]
+
+
+def records(
+    weight: Canonical, scales: torch.Tensor | None, zeros: torch.Tensor | None, factors: torch.Tensor | None
+) -> dict[str, Any]:
+    """`words` and `params` of a canonical weight of a format.
+
+    Args:
+        scales: [N, G] as they are stored, None where rows have factors alone. zeros: uint8 [N, G], or None.
+        factors: float32 [N, 1], or None.
+    """
+    import torch
+
+    form, (np_, kp) = weight.format, padded(weight.n, weight.k)
+    layout, rows, small = layout_of(form), row_order(form), weight.scale_dtype == "e4m3"
+    groups = 1 if form.one_group and weight.group_size >= weight.k else kp // weight.group_size
+    filled = lambda values, columns: torch.nn.functional.pad(
+        values, (0, columns - values.shape[1], 0, np_ - values.shape[0])
+    )
+    parts = []
+    if scales is not None:
+        held = rows.pack(filled(scales, groups)).contiguous()
+        held = small_scales.words_of(held) if small else held.view(torch.uint8)
+        parts.append(held if zeros is None else torch.cat([held, rows.pack(filled(zeros, groups))], dim=-1))
+    if factors is not None:
+        width = BLOCK_N * SCALE_BYTES[weight.scale_dtype] * form.record_groups
+        parts.append(filled(factors, 1).contiguous().view(torch.uint8).view(np_ // BLOCK_N, -1, width))
+    words = layout.pack(filled(weight.codes, kp)).contiguous()
+    return {"words": words, "params": torch.cat([part.transpose(0, 1) for part in parts]).contiguous()}
 
 
 def padded(n: int, k: int) -> tuple[int, int]:
@@ -72,31 +123,24 @@ def padded(n: int, k: int) -> tuple[int, int]:
 
 def packed_shapes(
     n: int, k: int, *, group_size: int, scale_dtype: str, symmetric: bool, weight: str
-) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+) -> tuple[tuple[int, ...], ...]:
     """Shapes of words and params."""
-    from terrazzo.ops.linear.operand import Operand
-
-    codes, (np_, kp) = get_codes(weight), padded(n, k)
-    dtype = scale_dtype if scale_dtype in HALVES else HALVES[0]
-    group = 0 if group_size >= k and codes.one_group else group_size
-    numerics = choose_way(codes, scale_dtype, dtype, False).name
-    operand = Operand(group, symmetric, scale_dtype, dtype, numerics, weight)
-    words = (codes.blocks(kp), np_ // BLOCK_N, BLOCK_WORDS)
-    return words, (operand.records(kp), np_ // BLOCK_N, operand.record_bytes)
+    size = Size(n, k, group_size, scale_dtype, not symmetric)
+    return tuple(of_codes(weight).shapes(size).values())
 
 
-def layout_of(codes: Codes) -> PackedLayout:
+def layout_of(form: Codes) -> PackedLayout:
     """The layout of a format's codes."""
     from terrazzo.layouts.instances import get_instance
 
-    return get_instance(of_codes(codes).layout)
+    return get_instance(of_codes(form).layout)
 
 
-def row_order(codes: Codes) -> RowLayout:
+def row_order(form: Codes) -> RowLayout:
     """The order of its scales of 64 rows."""
     from terrazzo.layouts.rows import derive_rows
 
-    layout = layout_of(codes)
+    layout = layout_of(form)
     return derive_rows(layout.fragment, layout.block_rows)
 
 
@@ -108,7 +152,7 @@ def layout_identity(weight: str) -> str:
 
 def kind_of(weight: str) -> type[WeightOnly]:
     """The class of packed weights of a format."""
-    return import_module(f"terrazzo.ops.{of_codes(get_codes(weight)).module}").PackedWeight
+    return import_module(f"terrazzo.ops.{of_codes(weight).module}").PackedWeight
 
 
 def facts_of(w: WeightOnly) -> dict[str, Any]:

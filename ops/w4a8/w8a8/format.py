@@ -10,31 +10,34 @@ blocks; `input_scale` makes them static.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.targets import Target
 from terrazzo.ops import dlpack, weights
+from terrazzo.ops.products.direct import W8A8, W8A8_FP8
+from terrazzo.ops.products.planes import Size
 from terrazzo.ops.w4a8 import fp8_format
-from terrazzo.ops.w4a8.format import UNIT_K
+from terrazzo.ops.weight.base import Packed, Plain
 
 if TYPE_CHECKING:
     import torch
     from terrazzo.layouts.packed import PackedLayout
-    from terrazzo.lowering.targets import Target
     from terrazzo.ops.dlpack import SupportsDLPack
+    from terrazzo.ops.products.product import Product
 
 LAYOUT = "w8a8"
-FILE_VERSION = "terrazzo.w8a8/1"
 BLOCK = 128
 ROW_GROUP = 16
 """Rows that share a scale of 128 k in a packed weight; a published block has 128."""
 CODES = {"int8": "int8", "float8_e4m3fn": "e4m3"}
+PRODUCTS = {"int8": W8A8, "e4m3": W8A8_FP8}
 LARGEST_K = 132104
 """Longest row whose sums of s8 x s8 products stay in int32."""
 
 
-@dataclass(frozen=True, eq=False)
-class QuantizedWeight(weights.Canonical):
+@dataclass(frozen=True, eq=False, repr=False)
+class QuantizedWeight(Plain):
     """A W8A8 weight [N, K] in plain rows. Build it with `canonical`, which checks it.
 
     Attributes:
@@ -48,6 +51,8 @@ class QuantizedWeight(weights.Canonical):
         bias: [N] | None.
         ue8m0: whether scales of activations are rounded up to powers of two, with blocks or K of at most 128.
     """
+
+    _shown: ClassVar[str] = "w8a8."
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -124,6 +129,11 @@ class QuantizedWeight(weights.Canonical):
         return cls(codes.contiguous(), scales, scale, int(zero), asymmetric, smooth, bias, ue8m0)
 
     @property
+    def _product(self) -> Product:
+        """See `Canonical`."""
+        return PRODUCTS[self.form]
+
+    @property
     def form(self) -> str:
         """Of the codes, "int8" or "e4m3"."""
         return CODES[weights.dtype_name(self.codes)]
@@ -138,22 +148,26 @@ class QuantizedWeight(weights.Canonical):
         """Input channels of a scale."""
         return BLOCK if self.block else self.k
 
-    def pack(self, *, target: Target | str | None = None) -> PackedWeight:
-        """See `pack`."""
-        return pack(self, target=target)
-
     def dequantize(self) -> torch.Tensor:
         """float64 [N, K], exact: the weight of x / smooth."""
         if not self.block:
             return self.codes.double() * self.scales.double()[:, None]
         return self.codes.double() * self.scales.double().repeat_interleave(BLOCK, 1)[:, : self.k]
 
-    def __repr__(self) -> str:
-        return f"w8a8.QuantizedWeight(N={self.n}, K={self.k}, {_summary(self, self.form, self.block)})"
+    def _summary(self) -> str:
+        """Its facts, for people."""
+        parts = [
+            self._product.codes.name,
+            *(["blocks"] if self.block else []),
+            *(["static"] if self.input_scale is not None else []),
+        ]
+        parts += ["asymmetric"] if self.asymmetric or self.input_zero else []
+        parts += ["ue8m0"] if self.ue8m0 else []
+        return ", ".join(parts + [name for name in ("smooth", "bias") if getattr(self, name) is not None])
 
 
-@dataclass(frozen=True, eq=False)
-class PackedWeight(weights.Packed):
+@dataclass(frozen=True, eq=False, repr=False)
+class PackedWeight(Packed, of=QuantizedWeight):
     """A W8A8 weight in the derived layout that kernels of every target read. Np, Kp: padded to 64 and 128.
 
     Attributes:
@@ -167,7 +181,7 @@ class PackedWeight(weights.Packed):
         target: architecture it was packed for, None for any that multiplies such codes (one layout serves all).
     """
 
-    VERSION = FILE_VERSION
+    VERSION = W8A8.version
     GROUPS: ClassVar[tuple[int, ...]] = (BLOCK,)
 
     words: torch.Tensor
@@ -196,25 +210,36 @@ class PackedWeight(weights.Packed):
         return f"{self.codes}_block{BLOCK}" if self.block else self.codes
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that a kernel streams: words and scales, padding included."""
-        return self.words.numel() * 4 + self.scales.numel() * 4
+    def _product(self) -> Product:
+        """See `Packed`."""
+        return PRODUCTS[self.codes]
 
-    def unpack(self) -> QuantizedWeight:
-        """Exact inverse of `pack`."""
+    @classmethod
+    def _planes(cls, weight: QuantizedWeight, arch: str | None) -> dict[str, Any]:
+        """See `Packed`."""
+        import torch
+        from torch.nn.functional import pad
+
+        if arch is not None:
+            check_target(Target.parse(arch), weight.form)
+        shape = packed_shapes(weight.n, weight.k, weight.form, weight.block)[1]
+        if weight.block:
+            scales = _of_groups(weight.scales)
+            scales = pad(scales.T, (0, shape[1] - len(scales), 0, shape[0] - scales.shape[1]))
+        else:
+            sums = [] if weight.form == "e4m3" else [weight.codes.sum(1, dtype=torch.int32).float()]
+            scales = pad(torch.stack([weight.scales, *sums]), (0, shape[1] - weight.n))
+        words = layout_of().pack(weight.codes.view(torch.int8))
+        return dict(words=words, scales=scales.contiguous(), codes=weight.form)
+
+    def _rows(self) -> dict[str, Any]:
+        """See `Packed`."""
         import torch
 
         codes = layout_of().unpack(self.words, self.n, self.k).view(getattr(torch, _dtype(self.codes)))
         if self.block:
-            scales = self.scales.T.repeat_interleave(ROW_GROUP, 0)[: self.n].contiguous()
-        else:
-            scales = self.scales[0, : self.n].contiguous()
-        own = (self.input_scale, self.input_zero, self.asymmetric, self.smooth, self.bias, self.ue8m0)
-        return QuantizedWeight(codes, scales, *own)
-
-    def dequantize(self) -> torch.Tensor:
-        """float64 [N, K], read back from the packed bytes."""
-        return self.unpack().dequantize()
+            return dict(codes=codes, scales=self.scales.T.repeat_interleave(ROW_GROUP, 0)[: self.n].contiguous())
+        return dict(codes=codes, scales=self.scales[0, : self.n].contiguous())
 
     def expected_layout(self) -> str:
         """Identity of the layout that the kernels of this version read."""
@@ -241,13 +266,12 @@ class PackedWeight(weights.Packed):
             if 127 in largest[:1] or 255 in largest[1:]:
                 raise ArgumentError("words", "NaN", "its codes must be numbers", "the file is damaged: get it again")
 
-    def check_sizes(self) -> None:
-        """Raise ArgumentError unless the tensors have the shapes and dtypes that n, k and the codes ask for."""
-        weights.check_tensor(self, "words", packed_shapes(self.n, self.k, self.codes, self.block)[0], "int32")
-        weights.check_tensor(self, "scales", packed_shapes(self.n, self.k, self.codes, self.block)[1], "float32")
+    def _shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """See `Packed`."""
+        words, scales = packed_shapes(self.n, self.k, self.codes, self.block)
+        return {"words": (words, "int32"), "scales": (scales, "float32")}
 
-    def __repr__(self) -> str:
-        return f"w8a8.PackedWeight(N={self.n}, K={self.k}, {_summary(self, self.codes, self.block)})"
+    _summary = QuantizedWeight._summary
 
 
 def layout_of() -> PackedLayout:
@@ -262,11 +286,11 @@ def layout_identity(codes: str) -> str:
     return f"{codes}:{layout_of().identity}"
 
 
-def packed_shapes(n: int, k: int, codes: str, block: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def packed_shapes(n: int, k: int, codes: str, block: bool) -> tuple[tuple[int, ...], ...]:
     """Shapes of `words` and `scales` of a weight [n, k]."""
-    rows, depth = -(-n // 64), -(-k // UNIT_K)
-    scales = (depth, rows * 64 // ROW_GROUP) if block else (2 if codes == "int8" else 1, rows * 64)
-    return (depth, rows, 64 * UNIT_K // 4), scales
+    size = Size(n, k, k)
+    words, scales = PRODUCTS[codes].shapes(size).values()
+    return words, (size.units, size.rows // ROW_GROUP) if block else scales  # also of one block, which a shard may be
 
 
 def check_target(target: Target, codes: str) -> None:
@@ -288,38 +312,9 @@ def pack(weight: QuantizedWeight, *, target: Target | str | None = None) -> Pack
         ArgumentError: not a QuantizedWeight of this module, or e4m3 for a target without it. TargetError: see
             `Target.parse`.
     """
-    import torch
-    from terrazzo.lowering.targets import Target
-    from torch.nn.functional import pad
-
     if not isinstance(weight, QuantizedWeight):
         raise ArgumentError("weight", weights.kind(weight), "must be a w8a8.QuantizedWeight", "use quantize()")
-    arch = weights.arch_of(target, weight.codes.device)
-    if arch is not None:
-        check_target(Target.parse(arch), weight.form)
-    shape = packed_shapes(weight.n, weight.k, weight.form, weight.block)[1]
-    if weight.block:
-        scales = _of_groups(weight.scales)
-        scales = pad(scales.T, (0, shape[1] - len(scales), 0, shape[0] - scales.shape[1]))
-    else:
-        sums = [] if weight.form == "e4m3" else [weight.codes.sum(1, dtype=torch.int32).float()]
-        scales = pad(torch.stack([weight.scales, *sums]), (0, shape[1] - weight.n))
-    return PackedWeight(
-        words=layout_of().pack(weight.codes.view(torch.int8)),
-        scales=scales.contiguous(),
-        n=weight.n,
-        k=weight.k,
-        codes=weight.form,
-        block=weight.block,
-        layout=layout_identity(weight.form),
-        input_scale=weight.input_scale,
-        input_zero=weight.input_zero,
-        asymmetric=weight.asymmetric,
-        smooth=weight.smooth,
-        bias=weight.bias,
-        target=arch,
-        ue8m0=weight.ue8m0,
-    )
+    return PackedWeight._of(weight, target)
 
 
 def _of_groups(scales: torch.Tensor) -> torch.Tensor:
@@ -400,11 +395,3 @@ def _check_vector(name: str, values: torch.Tensor, size: int) -> None:
     if tuple(values.shape) != (size,) or not values.dtype.is_floating_point:
         raise ArgumentError(name, weights.described(values), f"must be floats [{size}]", "pass a value for each")
     weights.check_finite(name, values, "repair the checkpoint")
-
-
-def _summary(weight: QuantizedWeight | PackedWeight, codes: str, block: bool) -> str:
-    parts = [codes, *(["blocks"] if block else []), *(["static"] if weight.input_scale is not None else [])]
-    parts += ["asymmetric"] if weight.asymmetric or weight.input_zero else []
-    parts += ["ue8m0"] if weight.ue8m0 else []
-    parts += [name for name in ("smooth", "bias") if getattr(weight, name) is not None]
-    return ", ".join(parts)
