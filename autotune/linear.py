@@ -252,7 +252,7 @@ class Blocks(Kind):
             made = grouped.plan.__wrapped__
             return made(m, facts["n"], facts["k"], facts["experts"], facts["blocks8"], **own)
         own["two_level"] = "scales" in facts
-        return op.plan.__wrapped__(m, facts["n"], facts["k"], facts["blocks8"], **own)[0]
+        return op.plan.__wrapped__(m, facts["n"], facts["k"], facts["blocks8"], **own)
 
     def converter(self, facts: Facts) -> str:
         return "s4_s8_lqq" if "scales" in facts else "s4_s8_x16"

@@ -21,6 +21,7 @@ from terrazzo.schedules import tile_costs
 
 if TYPE_CHECKING:
     import torch
+    from terrazzo.schedules import w4ax
 
 SEMAPHORES = 4096
 """int32 for each stream: a counter for each row range, or a flag for each warp."""
@@ -42,6 +43,7 @@ class Plan:
         request: the kernel. stand_in: another one for the same arguments that gives the same bits, and is compiled for
             many weights at once; it answers until `request` is compiled.
         workspace: shape, of 4-byte elements. semaphores: shape, int32. scalars: trailing arguments.
+        listed: the schedule whose work list the kernel follows, of W4Ax on native s4.
     """
 
     request: KernelRequest
@@ -49,6 +51,7 @@ class Plan:
     semaphores: tuple[int, ...]
     scalars: tuple[int, ...]
     stand_in: KernelRequest | None = None
+    listed: w4ax.Persistent | None = None
 
 
 def requests_of(plans: Iterable[Plan]) -> list[KernelRequest]:
@@ -489,9 +492,9 @@ def check_untraced(**options: Any) -> None:
             raise ArgumentError(name, value, constraint, "leave it out")
 
 
-def check_last(x: torch.Tensor, k: int) -> None:
-    """Raise ArgumentError unless x is [..., K]."""
-    if not x.ndim or x.shape[-1] != k:
+def check_last(x: Any, k: int) -> None:
+    """Raise ArgumentError unless x, a tensor or quantized activations, is [..., K]."""
+    if not x.shape or x.shape[-1] != k:
         raise ArgumentError("x", list(x.shape), f"its last dimension must be K = {k}", "pass activations [..., K]")
 
 

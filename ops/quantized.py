@@ -91,8 +91,8 @@ def empty(shape: tuple[int, ...], device: torch.device, codes: str) -> Quantized
     """Activations of this shape with nothing in them."""
     import torch
 
-    m = prod(shape[:-1])
-    q = torch.empty((m, padded(shape[-1])), dtype=getattr(torch, CODES[codes]), device=device)
+    m, columns = prod(shape[:-1]), -(-shape[-1] // ALIGNMENT) * ALIGNMENT
+    q = torch.empty((m, columns), dtype=getattr(torch, CODES[codes]), device=device)
     sums = torch.empty(m, dtype=torch.int32, device=device) if codes == "int8" else None
     return QuantizedActivations(q, torch.empty(m, dtype=torch.float32, device=device), sums, shape)
 

@@ -73,7 +73,7 @@ def run(
     at = launching.place(x)
     key = (m, k, x.dtype, at[0], smooth is None, rms_weight is None, target, codes)
     found = _kernels.get(key)
-    gain = _gain(smooth, rms_weight, k, x.device)
+    gain = None if smooth is rms_weight is None else _gain(smooth, rms_weight, k, x.device)
     if rms_weight is not None:
         launching.check_eps(eps)
     if out is None:
@@ -128,7 +128,7 @@ def _scratch(
     """Activations in memory that is used again; None if there are many, or for a CUDA graph, whose memory must stay."""
     import torch
 
-    k = padded(shape[-1])
+    k = -(-shape[-1] // 16) * 16  # `padded`
     if m * k > SCRATCH or capturing(x.device):
         return None
     space, made = _spaces.kept.get(at, (None, {}))

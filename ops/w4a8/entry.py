@@ -1,21 +1,106 @@
-"""The public calls: their arguments, and whether they are launched or become a node of a graph that is traced."""
+"""The public calls on bytes, and what they hand in to the path of all calls (ops/call/linear.py)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import dlpack, grouped, launching
+from terrazzo.ops import dlpack, launching
+from terrazzo.ops.call.linear import Linear
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.linear.bytes import fp8_problem
 from terrazzo.ops.linear.bytes.fp8_problem import CONVERTERS
-from terrazzo.ops.w4a8 import activations, op
-from terrazzo.ops.w4a8 import grouped as grouped_op
+from terrazzo.ops.w4a8 import activations, grouped, op
 from terrazzo.ops.w4a8.activations import QuantizedActivations
 
 if TYPE_CHECKING:
     import torch
     from terrazzo.ops.dlpack import Array, SupportsDLPack
+    from terrazzo.ops.launching import Plan
+
+
+class Calls(Linear):
+    """Of 4-bit weights for bytes; the choices are `dequantization` and `pipeline`."""
+
+    operator = families = "w4a8"
+    packed, quantized = op.WEIGHTS, (QuantizedActivations,)
+    given = ", or QuantizedActivations of w4a8"
+
+    def facts(self, w: op.Weight) -> tuple:
+        return w.n, w.k, w.group_size, w.target, w.ACTIVATIONS, w.layout
+
+    def check_choices(self, w: op.Weight, out_dtype: str, choices: tuple[str, str]) -> None:
+        for name, value in zip(("dequantization", "pipeline"), choices):
+            if type(value) is not str:
+                raise ArgumentError(name, value, "must be a string", f"leave {name} out")
+        op.check_choices(w.k, out_dtype, *choices)
+        if op.dequantization_of(w, choices[0]) in CONVERTERS:
+            fp8_problem.check_out_dtype(out_dtype)
+
+    def plan(self, w: op.Weight, m: int, key: tuple, target: Target, device: Target, experts: int) -> Plan:
+        _, _, out_dtype, (dequantization, pipeline), no_bias, _ = key[-6:]
+        facts = dict(group_size=w.group_size, out_dtype=str(out_dtype)[6:], bias=not no_bias, target=target)
+        facts |= dict(dequantization=op.dequantization_of(w, dequantization), device=device)
+        if experts:
+            return grouped.plan(m, w.n, w.k, experts, **facts)
+        return op.plan(m, w.n, w.k, **facts, pipeline=pipeline)
+
+    def sums_dtype(self, w: op.Weight) -> str:
+        return "float32" if w.ACTIVATIONS == "e4m3" else "int32"
+
+    def step(self, plan: Plan, m: int) -> int:
+        return op.tokens_per_launch(plan, m)
+
+    def quantize(self, x: torch.Tensor, w: op.Weight, alone: bool) -> QuantizedActivations:
+        at = "sm_80" if alone and w.target == "sm_80" else None
+        return activations.run(x, w.smooth, None, 0.0, None, at, w.ACTIVATIONS, alone)
+
+    def check_activations(self, x: QuantizedActivations, w: op.Weight) -> None:
+        op.check_codes(x, w)
+        op.check_sums(x, w)
+
+    def stand_ins(
+        self, x: QuantizedActivations, w: op.Weight, plan: Plan, target: Target, device: Target, m: int
+    ) -> tuple[tuple, object]:
+        """On e4m3 there are no row sums."""
+        import torch
+
+        if w.ACTIVATIONS != "e4m3":
+            return (), None
+        return (), launching.argument(*launching.stand_ins(x.device, torch.int32))
+
+    def operands(self, x: QuantizedActivations, words: torch.Tensor, scales: torch.Tensor, no_sums: object) -> tuple:
+        of_tokens, sums = x.__dict__.get("_arguments") or (x.scales, x.row_sums)
+        if no_sums is None:
+            return x.q, words, scales, of_tokens, sums
+        import torch
+
+        return x.q.view(torch.int8), words, scales, of_tokens, no_sums
+
+    def part(self, x: QuantizedActivations, part: slice) -> QuantizedActivations:
+        sums = None if x.row_sums is None else x.row_sums[part]
+        return replace(x, q=x.q[part], scales=x.scales[part], row_sums=sums)
+
+    def node(
+        self, x: torch.Tensor | QuantizedActivations, w: op.Weight, bias: torch.Tensor | None, out_dtype: torch.dtype,
+        choices: tuple[str, str],
+    ) -> torch.Tensor:  # fmt: skip
+        from terrazzo.ops.w4a8 import torch_op
+
+        return torch_op.call(x, w, bias, out_dtype, *choices)
+
+    def node_of_experts(
+        self, x: torch.Tensor | QuantizedActivations, w: GroupedWeight, offsets: torch.Tensor,
+        bias: torch.Tensor | None, out_dtype: torch.dtype, choices: tuple[str, str],
+    ) -> torch.Tensor:  # fmt: skip
+        from terrazzo.ops.w4a8 import torch_op
+
+        return torch_op.call_grouped(x, w, offsets, bias, out_dtype, choices[0])
+
+
+CALLS = Calls()
 
 
 def gemm(
@@ -59,44 +144,7 @@ def gemm(
         CaptureError: a kernel that was never launched is met during CUDA graph capture.
         ToolchainError, CompileError: the kernel is not compiled yet and cannot be.
     """
-    import torch
-
-    if not isinstance(w, op.WEIGHTS):
-        raise launching.not_packed(w, "w4a8")
-    held = x.q if isinstance(x, QuantizedActivations) else x
-    if (
-        torch.compiler.is_compiling()
-        or type(held) is not torch.Tensor
-        or held.layout is not torch.strided
-        or held.is_nested
-    ):
-        if dlpack.is_foreign(held):
-            return dlpack.call(gemm, locals())
-        launching.check_tensor(held, "x", "[..., {}], or QuantizedActivations of w4a8", w.k)
-        if launching.is_traced(held):
-            from terrazzo.ops.w4a8 import torch_op
-
-            launching.check_no_grad(held, "gemm")
-            if held is not x:
-                op.check_codes(x, w)
-            op.check_types(out_dtype or torch.float16, dequantization=dequantization, pipeline=pipeline)
-            raw = str(out_dtype or (held.dtype if held is x else torch.float16)).removeprefix("torch.")
-            if op.dequantization_of(w, dequantization) in CONVERTERS:
-                fp8_problem.check_out_dtype(raw)
-            op.check_choices(w.k, raw, dequantization, pipeline)
-            if bias is not None:
-                launching.check_bias(bias, w.n, None, held.device)
-                launching.check_sums_bias(out_dtype)
-            return launching.copy_out(out, torch_op.call(x, w, bias, out_dtype, dequantization, pipeline))
-    if held is x:
-        if x.requires_grad:
-            launching.check_no_grad(x, "gemm")
-        if not x.shape or x.shape[-1] != w.k:
-            launching.check_last(x, w.k)
-        at, out_dtype = "sm_80" if w.target == "sm_80" else None, out_dtype or held.dtype
-        launching.check_written(x, w.n, bias, out, out_dtype)
-        x = activations.run(x, w.smooth, None, 0.0, None, at, w.ACTIVATIONS, scratch=True)
-    return op.run(x, w, bias, out, out_dtype or torch.float16, dequantization, pipeline)
+    return CALLS.gemm(x, w, bias, out, out_dtype, (dequantization, pipeline))
 
 
 def grouped_gemm(
@@ -129,33 +177,7 @@ def grouped_gemm(
         ArgumentError: an operand that does not fit, or e4m3 on a GPU without it.
         LayoutMismatchError, TargetError, CaptureError, ToolchainError, CompileError: see `gemm`.
     """
-    import torch
-
-    grouped.check_kind(w, op.WEIGHTS, "w4a8")
-    held = x.q if isinstance(x, QuantizedActivations) else x
-    if dlpack.is_foreign(held):
-        return dlpack.call(grouped_gemm, locals())
-    if launching.is_traced(held):
-        from terrazzo.ops.w4a8 import torch_op
-
-        grouped.check_traced(x, held, w, expert_offsets, bias)
-        if held is not x:
-            op.check_codes(x, w.stacked)
-        if not torch.compiler.is_compiling():
-            dtype = out_dtype or (held.dtype if held is x else torch.float16)
-            grouped_op.check_choices(w, bias, dtype, dequantization)
-        return grouped.copy_out(
-            out, torch_op.call_grouped(x, w, expert_offsets, bias, out_dtype, dequantization), expert_offsets
-        )
-    launching.check_tensor(held, "x", "[M, {}], or QuantizedActivations of w4a8", w.k)
-    if held is x:
-        launching.check_no_grad(x, "grouped_gemm")
-        grouped.check_dtype(x)
-        out_dtype = out_dtype or x.dtype
-        grouped_op.check(x.shape, x.device, w, expert_offsets, bias, out, out_dtype, dequantization)
-        x = activations.run(x, w.stacked.smooth, None, 0.0, None, None, w.stacked.ACTIVATIONS)
-        return grouped_op.multiply(x, w, expert_offsets, bias, out, out_dtype, dequantization)
-    return grouped_op.run(x, w, expert_offsets, bias, out, out_dtype or torch.float16, dequantization)
+    return CALLS.grouped_gemm(x, w, expert_offsets, bias, out, out_dtype, (dequantization, "imfp"))
 
 
 def quantize_activations(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import derived, launching
+from terrazzo.ops import launching
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.linear.bytes import fp8_problem
 from terrazzo.ops.linear.bytes import multistage as multistage_program
@@ -193,85 +193,7 @@ def weight_requests(
     return list(dict.fromkeys([*launching.requests_of(plans), *before]))
 
 
-def run(
-    x: QuantizedActivations,
-    w: Weight,
-    bias: torch.Tensor | None,
-    out: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    dequantization: str,
-    pipeline: str,
-) -> torch.Tensor:
-    """The eager path of `gemm` on quantized activations: what an equal call has passed before is not checked again.
-
-    What is ready to launch is kept by M, device, stream, choices and presence of a bias.
-    """
-    import torch
-
-    q, shape, n, k = x.q, x.shape, w.n, w.k
-    if type(dequantization) is not str or type(pipeline) is not str or type(out_dtype) is not torch.dtype:
-        check_types(out_dtype, dequantization=dequantization, pipeline=pipeline)
-    if not shape or shape[-1] != k:
-        raise ArgumentError("x", list(shape), f"its last dimension must be K = {k}", "pass activations [..., K]")
-    if x.codes != w.ACTIVATIONS or x.zeros is not None:
-        check_codes(x, w)
-    flat = len(shape) == 2  # views cost 1.5 us each
-    m = shape[0] if flat else q.shape[0]
-    if bias is not None:
-        launching.check_bias(bias, n, None, x.device)
-        launching.check_sums_bias(out_dtype)
-        bias = bias.float()
-    elif w.bias is not None and out_dtype != torch.int32:
-        bias = derived.cast_once(w, "bias", torch.float32)
-    words, channel_scales = w.words, w.channel_scales
-    launches = _launches.of(w, words, channel_scales)
-    at = launching.place(q)
-    key = (m, at, out_dtype, dequantization, pipeline, bias is None)
-    found = launches.get(key) or _prepare(launches, key, x, w)
-    to = (m, n) if flat else (*shape[:-1], n)
-    if out is None:
-        rows, aside = q.new_empty((m, n), dtype=out_dtype), False
-        y = rows if flat else rows.view(to)
-    else:
-        y = out
-        rows, aside = launching.output(q, out, to, m, out_dtype, at[0])
-    if m == 0:
-        return y
-    if words.get_device() != at[0]:
-        raise launching.elsewhere(q, w.device)
-    _, _, workspace, semaphores, scalars, step, no_bias, no_sums = found
-    bias = no_bias if bias is None else bias
-    if no_sums is not None:
-        q = q.view(torch.int8)
-    elif x.row_sums is None:
-        check_sums(x, w)
-    if m <= step:
-        scales, sums = x.__dict__.get("_arguments") or (x.scales, x.row_sums)
-        sums = sums if no_sums is None else no_sums
-        args = (q, words, channel_scales, scales, sums, bias, workspace, semaphores, rows, *scalars)
-        launching.launch(launches, key, found, args)
-    else:
-        for lo in range(0, m, step):
-            part = slice(lo, lo + step)
-            sums = x.row_sums[part] if no_sums is None else no_sums
-            operands = (q[part], words, channel_scales, x.scales[part], sums, bias)
-            launching.launch(launches, key, found, (*operands, workspace, semaphores, rows[part], *scalars))
-    return y.copy_(rows.view(to)) if aside else y
-
-
-def _facts(w: Weight) -> tuple:
-    return w.n, w.k, w.group_size, w.target, w.ACTIVATIONS, w.layout
-
-
-def _check(w: Weight) -> None:
-    """Of a weight that is new or was written to."""
-    w.check_layout(w.expected_layout())
-    w.check_sizes()
-
-
-_launches = launching.LaunchTable(_facts, _check)
 records.on_change(plan.cache_clear)
-records.on_change(_launches.clear)
 
 
 def check_codes(x: QuantizedActivations, w: Weight) -> None:
@@ -289,30 +211,6 @@ def check_sums(x: QuantizedActivations, w: Weight) -> None:
     """Raise ArgumentError unless int8 activations have the sums of their rows."""
     if x.row_sums is None and w.ACTIVATIONS != "e4m3":
         raise ArgumentError("x", "no row_sums", f"must have them: {w!r} reads them", "quantize_activations(x)")
-
-
-def _prepare(launches: launching.Launches, key: tuple, x: QuantizedActivations, w: Weight) -> tuple:
-    """Kernel, its launcher, workspace, semaphores, trailing arguments, tokens of a launch, stand-ins for no bias and
-    (with e4m3, else None) no row sums; kept."""
-    import torch
-
-    m, at, out_dtype, dequantization, pipeline, no_bias = key
-    out = str(out_dtype).removeprefix("torch.")
-    check_choices(w.k, out, dequantization, pipeline)
-    x.check()
-    check_sums(x, w)
-    launching.check_tokens(m)
-    if not x.q.is_cuda or x.device != w.device:
-        raise launching.elsewhere(x.q, w.device)
-    if m == 0:
-        return ()
-    target, device = launching.targets(w.target, x.device)
-    chosen = _plan_for(w, m, out, not no_bias, dequantization, pipeline, target, device)
-    e4m3 = w.ACTIVATIONS == "e4m3"
-    found = launching.prepared(chosen, m, x.q, at, "w4a8.gemm", "float32" if e4m3 else "int32")
-    no_bias, no_sums = map(launching.argument, launching.stand_ins(x.device, torch.float32, torch.int32))
-    found = launches[key] = (*found, tokens_per_launch(chosen, m), no_bias, no_sums if e4m3 else None)
-    return found
 
 
 def _plan_for(
@@ -342,17 +240,6 @@ def dequantization_of(w: Weight, asked: str) -> str:
     if asked != "auto" and asked != own and (own or asked in CONVERTERS):
         raise ArgumentError("dequantization", asked, f"is not that of {w!r}", "leave it 'auto'")
     return own or asked
-
-
-def check_types(out_dtype: Any, **choices: Any) -> None:
-    """Raise ArgumentError unless out_dtype is torch's and each choice a string: launches are kept by them."""
-    import torch
-
-    if type(out_dtype) is not torch.dtype:
-        raise ArgumentError("out_dtype", out_dtype, "must be a torch.dtype", "write torch.float16")
-    for name, value in choices.items():
-        if type(value) is not str:
-            raise ArgumentError(name, value, "must be a string", f"leave {name} out")
 
 
 def check_choices(k: int, out_dtype: str, dequantization: str, pipeline: str) -> None:

@@ -6,6 +6,7 @@ from math import prod
 
 import torch
 from terrazzo.ops import launching
+from terrazzo.ops.call.linear import calls_of
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.w4a8 import mxfp4_format
 from terrazzo.ops.w4a8.activations import QuantizedActivations, padded
@@ -112,13 +113,13 @@ def w4a8_fp8_gemm(
     pipeline: str,
 ) -> torch.Tensor:
     """y [M, n] from e4m3 activations [M, k] and the fields of an fp8.PackedWeight, or one of mxfp4_fp8."""
-    from terrazzo.ops.w4a8 import fp8_reference, op
+    from terrazzo.ops.w4a8 import fp8_reference
 
     w = mxfp4_format.of_e4m3(layout)(words, channel_scales, n, k, group_size, layout, None, None, target or None)
     if not q.is_cuda:
         return fp8_reference.gemm(q[:, :k], scales, w, bias).to(out_dtype)
     x = QuantizedActivations(q, scales, None, (q.shape[0], k))
-    return op.run(x, w, bias, None, out_dtype, "auto", pipeline)
+    return calls_of("w4a8").run(x, q, w, bias, None, out_dtype, ("auto", pipeline))
 
 
 @w4a8_fp8_gemm.register_fake
@@ -144,13 +145,13 @@ def w4a8_gemm(
     pipeline: str,
 ) -> torch.Tensor:
     """y [M, n] from quantized activations [M, k] and the fields of a PackedWeight."""
-    from terrazzo.ops.w4a8 import op, reference
+    from terrazzo.ops.w4a8 import reference
 
     w = PackedWeight(words, channel_scales, n, k, group_size, layout, None, None, target or None)
     if not q.is_cuda:
         return reference.forward(q[:, :k], scales, w, bias, out_dtype)
     x = QuantizedActivations(q, scales, row_sums, (q.shape[0], k))
-    return op.run(x, w, bias, None, out_dtype, dequantization, pipeline)
+    return calls_of("w4a8").run(x, q, w, bias, None, out_dtype, (dequantization, pipeline))
 
 
 @w4a8_gemm.register_fake
@@ -199,16 +200,18 @@ def w4a8_grouped_gemm(
     dequantization: str,
 ) -> torch.Tensor:
     """y [M, n] from quantized activations [M, k] sorted by expert and the fields of a GroupedWeight."""
-    from terrazzo.ops.w4a8 import grouped, reference
+    from terrazzo.ops.w4a8 import reference
 
     w = GroupedWeight(PackedWeight(words, channel_scales, n, k, group_size, layout, None, None, target or None))
     if not q.is_cuda:
-        grouped.check((len(q), k), q.device, w, expert_offsets, bias, None, out_dtype, dequantization)
+        calls_of("w4a8").check_call(
+            (len(q), k), q.device, w, expert_offsets, bias, None, out_dtype, (dequantization, "imfp")
+        )
         rows = torch.arange(len(q), device=q.device)
         product = lambda at, one, b: reference.forward(q[at, :k], scales[at], one, b, out_dtype)
         return w.reference(product, rows, expert_offsets, bias)
     x = QuantizedActivations(q, scales, row_sums, (q.shape[0], k))
-    return grouped.run(x, w, expert_offsets, bias, None, out_dtype, dequantization)
+    return calls_of("w4a8").run_experts(x, q, w, expert_offsets, bias, None, out_dtype, (dequantization, "imfp"))
 
 
 @w4a8_grouped_gemm.register_fake
@@ -233,17 +236,17 @@ def w4a8_fp8_grouped_gemm(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """y [M, n] from e4m3 activations [M, k] sorted by expert and the fields of a GroupedWeight of `fp8`."""
-    from terrazzo.ops.w4a8 import fp8_reference, grouped
+    from terrazzo.ops.w4a8 import fp8_reference
 
     stacked = mxfp4_format.of_e4m3(layout)(words, channel_scales, n, k, group_size, layout, None, None, target or None)
     w = GroupedWeight(stacked)
     if not q.is_cuda:
-        grouped.check((len(q), k), q.device, w, expert_offsets, bias, None, out_dtype, "auto")
+        calls_of("w4a8").check_call((len(q), k), q.device, w, expert_offsets, bias, None, out_dtype, ("auto", "imfp"))
         rows = torch.arange(len(q), device=q.device)
         product = lambda at, one, b: fp8_reference.gemm(q[at, :k], scales[at], one, b).to(out_dtype)
         return w.reference(product, rows, expert_offsets, bias)
     x = QuantizedActivations(q, scales, None, (q.shape[0], k))
-    return grouped.run(x, w, expert_offsets, bias, None, out_dtype, "auto")
+    return calls_of("w4a8").run_experts(x, q, w, expert_offsets, bias, None, out_dtype, ("auto", "imfp"))
 
 
 @w4a8_fp8_grouped_gemm.register_fake

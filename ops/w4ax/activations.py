@@ -192,10 +192,12 @@ def run(
     """The eager path of `quantize_activations`."""
     import torch
 
-    granularity = granularity or default_granularity(w)
+    granularity = granularity or ("two_level" if w.two_level else "block")
     if x.requires_grad:
         launching.check_no_grad(x, "quantize_activations")
-    front = front_of(x, w, rms_weight, residual, activation)
+    front = "none"
+    if residual is not None or activation is not None or not x.shape or x.shape[-1] != w.k:
+        front = front_of(x, w, rms_weight, residual, activation)
     if residual is not None:
         check_memory(x, residual)
     shape = (*x.shape[:-1], w.k)

@@ -1,19 +1,90 @@
-"""The public calls: their arguments, and whether they are launched or become a node of a graph that is traced."""
+"""The public calls of W4Ax, and what they hand in to the path of all calls (ops/call/linear.py)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from terrazzo.ops import dlpack, grouped, launching
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import dlpack, launching
+from terrazzo.ops.call.linear import Linear
 from terrazzo.ops.grouped import GroupedWeight
-from terrazzo.ops.w4ax import activations, op
-from terrazzo.ops.w4ax import grouped as grouped_op
+from terrazzo.ops.linear.mixed.scales import OUT_DTYPES
+from terrazzo.ops.w4ax import activations, grouped, op
 from terrazzo.ops.w4ax.activations import QuantizedActivations
 from terrazzo.ops.w4ax.format import PackedWeight
 
 if TYPE_CHECKING:
     import torch
+    from terrazzo.lowering.targets import Target
     from terrazzo.ops.dlpack import Array, SupportsDLPack
+    from terrazzo.ops.launching import Plan
+
+
+class Calls(Linear):
+    """Of mixed W4A4 and W4A8, where nothing is to choose."""
+
+    operator = families = "w4ax"
+    packed, quantized, plane = PackedWeight, (QuantizedActivations,), "q8"
+    given = ", or QuantizedActivations of w4ax"
+
+    def facts(self, w: PackedWeight) -> tuple:
+        return w.n, w.k, w.blocks8, w.layout, w.target, w.two_level
+
+    def check_choices(self, w: PackedWeight, out_dtype: str, choices: None) -> None:
+        if out_dtype not in OUT_DTYPES:
+            raise ArgumentError("out_dtype", out_dtype, f"must be one of {OUT_DTYPES}", "leave out_dtype out")
+
+    def plan(self, w: PackedWeight, m: int, key: tuple, target: Target, device: Target, experts: int) -> Plan:
+        facts = dict(out_dtype=str(key[-4])[6:], bias=not key[-2], target=target)
+        if experts:
+            PackedWeight.alike([w])  # of a GroupedWeight that `stack` did not make
+            return grouped.plan(m, w.n, w.k, experts, w.blocks8, **facts)
+        return op.plan(m, w.n, w.k, w.blocks8, **facts, two_level=w.two_level, device=device)
+
+    def quantize(self, x: torch.Tensor, w: PackedWeight, alone: bool) -> QuantizedActivations:
+        return activations.run(x, w, None, 0.0, None, None)
+
+    def check_activations(self, x: QuantizedActivations, w: PackedWeight) -> None:
+        import torch
+
+        if not torch.compiler.is_compiling():  # the node asks: torch.compile follows what names layouts for long
+            op.check_inputs(x, w)
+
+    def stand_ins(
+        self, x: QuantizedActivations, w: PackedWeight, plan: Plan, target: Target, device: Target, m: int
+    ) -> tuple[tuple, tuple]:
+        """The lists of a persistent kernel, and what stands for planes without columns and no channel scales."""
+        lists = op.work_lists(w, m, plan.listed, target, device, x.device)
+        return lists, (activations.stand_ins(x.device), bool(lists))
+
+    def operands(
+        self, x: QuantizedActivations, words: torch.Tensor, scales: torch.Tensor | None, more: tuple[dict, bool]
+    ) -> tuple:
+        none, planes = more
+        scales = none["float32"] if scales is None else scales
+        if not planes:
+            return x.q8, words, x.scales, scales
+        q4, q8 = x.q4 if x.q4.shape[1] else none["uint8"], x.q8 if x.q8.shape[1] else none["int8"]
+        return q4, q8, words, x.scales, scales
+
+    def node(
+        self, x: torch.Tensor | QuantizedActivations, w: PackedWeight, bias: torch.Tensor | None,
+        out_dtype: torch.dtype, choices: None,
+    ) -> torch.Tensor:  # fmt: skip
+        from terrazzo.ops.w4ax import torch_op
+
+        return torch_op.call(x, w, bias, out_dtype)
+
+    def node_of_experts(
+        self, x: torch.Tensor | QuantizedActivations, w: GroupedWeight, offsets: torch.Tensor,
+        bias: torch.Tensor | None, out_dtype: torch.dtype, choices: None,
+    ) -> torch.Tensor:  # fmt: skip
+        from terrazzo.ops.w4ax import torch_op
+
+        return torch_op.call_grouped(x, w, offsets, bias, out_dtype)
+
+
+CALLS = Calls()
 
 
 def gemm(
@@ -50,35 +121,7 @@ def gemm(
         CaptureError: a kernel that was never launched is met during CUDA graph capture.
         ToolchainError, CompileError: the kernel is not compiled yet and cannot be.
     """
-    import torch
-
-    if not isinstance(w, PackedWeight):
-        raise launching.not_packed(w, "w4ax")
-    held = x.q8 if isinstance(x, QuantizedActivations) else x
-    if (
-        torch.compiler.is_compiling()
-        or type(held) is not torch.Tensor
-        or held.layout is not torch.strided
-        or held.is_nested
-    ):
-        if dlpack.is_foreign(held):
-            return dlpack.call(gemm, locals())
-        launching.check_tensor(held, "x", "[..., {}], or QuantizedActivations of w4ax", w.k)
-        if launching.is_traced(held):
-            from terrazzo.ops.w4ax import torch_op
-
-            launching.check_no_grad(held, "gemm")
-            if bias is not None:
-                launching.check_bias(bias, w.n, None, held.device)
-            return launching.copy_out(out, torch_op.call(x, w, bias, out_dtype))
-    if held is x:
-        out_dtype = out_dtype or held.dtype
-        if not x.shape or x.shape[-1] != w.k:
-            launching.check_last(x, w.k)
-        launching.check_written(x, w.n, bias, out, out_dtype)
-        x = activations.run(x, w, None, 0.0, None, None)
-        return op.multiply(x, w, bias, out, out_dtype)
-    return op.run(x, w, bias, out, out_dtype or torch.float16)
+    return CALLS.gemm(x, w, bias, out, out_dtype, None)
 
 
 def grouped_gemm(
@@ -108,28 +151,7 @@ def grouped_gemm(
         ArgumentError: an operand that does not fit, or a GPU without warpgroup instructions.
         LayoutMismatchError, TargetError, CaptureError, ToolchainError, CompileError: see `gemm`.
     """
-    import torch
-
-    grouped.check_kind(w, PackedWeight, "w4ax")
-    held = x.q8 if isinstance(x, QuantizedActivations) else x
-    if dlpack.is_foreign(held):
-        return dlpack.call(grouped_gemm, locals())
-    if launching.is_traced(held):
-        from terrazzo.ops.w4ax import torch_op
-
-        grouped.check_traced(x, held, w, expert_offsets, bias)
-        if not torch.compiler.is_compiling():
-            grouped_op.check_out_dtype(out_dtype or (held.dtype if held is x else torch.float16))
-        return grouped.copy_out(out, torch_op.call_grouped(x, w, expert_offsets, bias, out_dtype), expert_offsets)
-    launching.check_tensor(held, "x", "[M, {}], or QuantizedActivations of w4ax", w.k)
-    if held is x:
-        launching.check_no_grad(x, "grouped_gemm")
-        grouped.check_dtype(x)
-        out_dtype = out_dtype or x.dtype
-        grouped_op.check(x.shape, x.device, w, expert_offsets, bias, out, out_dtype)
-        x = activations.run(x, w.stacked, None, 0.0, None, None)
-        return grouped_op.multiply(x, w, expert_offsets, bias, out, out_dtype)
-    return grouped_op.run(x, w, expert_offsets, bias, out, out_dtype or torch.float16)
+    return CALLS.grouped_gemm(x, w, expert_offsets, bias, out, out_dtype, None)
 
 
 def quantize_activations(

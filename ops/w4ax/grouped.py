@@ -7,26 +7,22 @@ them. Their weights have two-level scales, whose sums run over all blocks of a p
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import derived, grouped, launching
-from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops import grouped, launching
+from terrazzo.ops.grouped import GroupedWeight as GroupedWeight
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.linear.mixed import integer as program
 from terrazzo.ops.linear.mixed import problem
 from terrazzo.ops.linear.mixed.scales import OUT_DTYPES
 from terrazzo.ops.w4ax import op
-from terrazzo.ops.w4ax.activations import DTYPES, QuantizedActivations
+from terrazzo.ops.w4ax.activations import DTYPES
 from terrazzo.ops.w4ax.fmpq import BLOCK
-from terrazzo.ops.w4ax.format import PackedWeight, native
+from terrazzo.ops.w4ax.format import native
 from terrazzo.schedules import linear_spaces, records, spaces
 from terrazzo.schedules.problem import Gemm
-
-if TYPE_CHECKING:
-    import torch
 
 OPERATOR = "w4ax_grouped"
 """The name under which records are kept."""
@@ -116,107 +112,4 @@ def grouped_requests(
     return list(dict.fromkeys([*launching.requests_of(plans), *before]))
 
 
-def run(
-    x: QuantizedActivations,
-    w: GroupedWeight,
-    expert_offsets: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """The eager path of `grouped_gemm` on quantized activations."""
-    launching.check_no_grad(x.q8, "grouped_gemm")
-    check(x.shape, x.device, w, expert_offsets, bias, out, out_dtype)
-    op.check_inputs(x, w.stacked)
-    return multiply(x, w, expert_offsets, bias, out, out_dtype)
-
-
-def check(
-    shape: tuple[int, ...],
-    device: torch.device,
-    w: GroupedWeight,
-    expert_offsets: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> None:
-    """What a call is asked before x [M, K] is quantized."""
-    grouped.check_once(w)
-    grouped.check_rows(shape, w.k)
-    launching.check_tokens(shape[0])
-    check_out_dtype(out_dtype)
-    grouped.check_offsets(expert_offsets, len(w), device)
-    if bias is not None:
-        grouped.check_bias(bias, len(w), w.n, None, device)
-    if out is not None:
-        launching.check_out(out, (shape[0], w.n), out_dtype, device)
-        grouped.check_apart(out, expert_offsets=expert_offsets, bias=bias)
-
-
-def check_out_dtype(out_dtype: torch.dtype) -> None:
-    """What a call is asked that needs no look at tensors."""
-    import torch
-
-    if type(out_dtype) is not torch.dtype:
-        raise ArgumentError("out_dtype", out_dtype, "must be a torch.dtype", "write torch.float16")
-    if str(out_dtype).removeprefix("torch.") not in OUT_DTYPES:
-        raise ArgumentError("out_dtype", str(out_dtype), f"must be one of {OUT_DTYPES}", "leave out_dtype out")
-
-
-def multiply(
-    x: QuantizedActivations,
-    w: GroupedWeight,
-    expert_offsets: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """The launch on what `check` has passed."""
-    import torch
-
-    s, m = w.stacked, x.shape[0]
-    grouped.check_apart(out, x=x.q8, scales=x.scales)
-    stream = launching.current_stream(x.q8)
-    no_bias = bias is None and s.bias is None
-    key = (len(w), w.n, w.k, s.blocks8, s.two_level, s.target, m, x.device, stream, out_dtype, no_bias)
-    found = _launchers.get(key) or _prepare(key, x, w)
-    if not x.q8.is_cuda or x.device != w.device:
-        raise launching.elsewhere(x.q8, w.device)
-    y = torch.empty((m, w.n), dtype=out_dtype, device=x.device) if out is None else out
-    if m == 0:
-        return y
-    if bias is not None:
-        bias = bias.float()
-    elif not no_bias:
-        bias = derived.cast_once(s, "bias", torch.float32)
-    kernel, workspace, semaphores, none = found
-    written = grouped.written_to(y)
-    kernel(
-        x.q8, s.words.flatten(0, 1), x.scales, s.channel_scales.view(-1), none if bias is None else bias.view(-1),
-        workspace, semaphores, written, expert_offsets,
-    )  # fmt: skip
-    return y if written is y else y.copy_(written)
-
-
-_launchers: dict[tuple, tuple] = {}
 records.on_change(plan.cache_clear)
-records.on_change(_launchers.clear)
-
-
-def _prepare(key: tuple, x: QuantizedActivations, w: GroupedWeight) -> tuple:
-    """Kernel, workspace, semaphores, and a stand-in for no bias; kept."""
-    import torch
-
-    experts, n, k, blocks8, _, packed_for, m, device, stream, out_dtype, no_bias = key
-    PackedWeight.alike([w.stacked])  # of a GroupedWeight that `stack` did not make
-    x.check()
-    if not x.q8.is_cuda or x.device != w.device:
-        raise launching.elsewhere(x.q8, w.device)
-    if m == 0:
-        return ()
-    target, _ = launching.targets(packed_for, device)
-    out = str(out_dtype).removeprefix("torch.")
-    chosen = plan(m, n, k, experts, blocks8, out_dtype=out, bias=not no_bias, target=target)
-    kernel, workspace, semaphores, _ = launching.ready(chosen, m, device, stream, "w4ax.grouped_gemm")
-    found = _launchers[key] = (kernel, workspace, semaphores, *launching.stand_ins(device, torch.float32))
-    return found

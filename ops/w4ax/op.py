@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError, CaptureError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import derived, launching
+from terrazzo.ops import launching
 from terrazzo.ops.lasting import lasting
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.linear.mixed import integer as integer_program
@@ -49,11 +49,8 @@ def plan(
     two_level: bool = False,
     target: Target,
     device: Target | None = None,
-) -> tuple[Plan, schedules.Persistent | None]:
-    """Kernel and launch sizes for M = m >= 1, and the schedule whose work list the kernel follows (native s4).
-
-    `device` is the GPU that runs it where that is newer than `target`.
-    """
+) -> Plan:
+    """Kernel and launch sizes for M = m >= 1. `device` is the GPU that runs it where that is newer than `target`."""
     if out_dtype not in OUT_DTYPES:
         raise ArgumentError("out_dtype", out_dtype, f"must be one of {OUT_DTYPES}", "leave out_dtype out")
     native(target)  # raises where no program is
@@ -73,11 +70,11 @@ def plan(
     )
     if name == "persistent":
         slots = schedule.ctas * (device or target).sms  # a CTA leaves at most one sum
-        return Plan(request, (slots, schedule.sums // 4, schedule.warps * 32, 4), (slots,), ()), schedule
+        return Plan(request, (slots, schedule.sums // 4, schedule.warps * 32, 4), (slots,), (), listed=schedule)
     if name == "small_batch":
-        return Plan(request, *schedule.workspace(gemm.row_blocks * 64), ()), None
+        return Plan(request, *schedule.workspace(gemm.row_blocks * 64), ())
     part = stream_k.partition(schedule, gemm, device or target, m)
-    return Plan(request, *schedule.workspace(part.grid), (part.shared,)), None
+    return Plan(request, *schedule.workspace(part.grid), (part.shared,))
 
 
 def tuning_facts(n: int, k: int, blocks8: int, out_dtype: str, two_level: bool) -> dict[str, int | str]:
@@ -133,7 +130,7 @@ def kernel_requests(
     out, two_level = out_dtype or dtype or "float16", (scales or granularity) == "two_level"
     _check_granularity(granularity, two_level, native(at), "granularity")
     tokens += tuple(records.tokens("w4ax", tuning_facts(n, k, high, out, two_level), at)) if m is None else ()
-    plans = [plan(t, n, k, high, out_dtype=out, bias=bias, two_level=two_level, target=at)[0] for t in tokens]
+    plans = [plan(t, n, k, high, out_dtype=out, bias=bias, two_level=two_level, target=at) for t in tokens]
     facts = dict(permuted=permuted, norm=norm, granularity=granularity, wide=not native(at), front=front, target=at)
     before = [activations.plan(t, k, high, dtype=dtype, **facts) for t in tokens if dtype]
     return list(dict.fromkeys([*launching.requests_of(plans), *before]))
@@ -167,7 +164,7 @@ def weight_requests(
     has_bias = w.bias is not None if bias is None else bias
     tokens, at = launching.tokens_of(m), dict(target=target, device=device)
     form = dict(out_dtype=out, bias=has_bias, two_level=w.two_level)
-    plans = [plan(t, w.n, w.k, w.blocks8, **form, **at)[0] for t in tokens]
+    plans = [plan(t, w.n, w.k, w.blocks8, **form, **at) for t in tokens]
     before, granularity = [], granularity or activations.default_granularity(w)
     if dtype is not None:
         activations.check_front(front, w.k)
@@ -176,131 +173,38 @@ def weight_requests(
     return list(dict.fromkeys([*launching.requests_of(plans), *before]))
 
 
-def run(
-    x: QuantizedActivations,
-    w: PackedWeight,
-    bias: torch.Tensor | None,
-    out: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """The eager path of `gemm` on a caller's quantized activations."""
-    check_inputs(x, w)
-    return multiply(x, w, bias, out, out_dtype)
-
-
-def multiply(
-    x: QuantizedActivations,
-    w: PackedWeight,
-    bias: torch.Tensor | None,
-    out: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """On activations that were quantized for this weight: what an equal call has passed before is not checked again.
-
-    What is ready to launch is kept by M, device, stream, dtype and presence of a bias.
-    """
-    import torch
-
-    if type(out_dtype) is not torch.dtype:
-        raise ArgumentError("out_dtype", out_dtype, "must be a torch.dtype", "write torch.float16")
-    shape, n = x.shape, w.n
-    flat = len(shape) == 2  # views cost 1.5 us each
-    m = shape[0] if flat else x.m
-    if bias is not None:
-        launching.check_bias(bias, n, None, x.device)
-        bias = bias.float()
-    elif w.bias is not None:
-        bias = derived.cast_once(w, "bias", torch.float32)
-    words, q8, channel = w.words, x.q8, w.channel_scales
-    launches = _launches.of(w, words, words if channel is None else channel)  # either is read early
-    at = launching.place(q8)
-    key = (m, at, out_dtype, bias is None)
-    found = launches.get(key) or _prepare(launches, key, x, w)
-    to = (m, n) if flat else (*shape[:-1], n)
-    if out is None:
-        rows, aside = q8.new_empty((m, n), dtype=out_dtype), False
-        y = rows if flat else rows.view(to)
-    else:
-        y = out
-        rows, aside = launching.output(q8, out, to, m, out_dtype, at[0])
-    if m == 0:
-        return y
-    _, _, workspace, semaphores, scalars, none, lists = found
-    bias = none["float32"] if bias is None else bias
-    channel = none["float32"] if channel is None else channel
-    if lists is None:
-        args = (q8, words, x.scales, channel, bias, workspace, semaphores, rows, *scalars)
-    else:
-        planes = (x.q4 if x.q4.shape[1] else none["uint8"], q8 if q8.shape[1] else none["int8"])
-        args = (*planes, words, x.scales, channel, bias, *lists, workspace, semaphores, rows)
-    launching.launch(launches, key, found, args)
-    return y.copy_(rows.view(to)) if aside else y
-
-
-def _facts(w: PackedWeight) -> tuple:
-    return w.n, w.k, w.blocks8, w.layout, w.target, w.two_level
-
-
-def _check(w: PackedWeight) -> None:
-    """Of a weight that is new or was written to."""
-    w.check_layout(w.expected_layout())
-    w.check_sizes()
-
-
-_launches = launching.LaunchTable(_facts, _check)
 records.on_change(plan.cache_clear)
-records.on_change(_launches.clear)
+_lists: dict[tuple, tuple[torch.Tensor, ...]] = {}
 
 
-def _prepare(launches: launching.Launches, key: tuple, x: QuantizedActivations, w: PackedWeight) -> tuple:
-    """Kernel, its launcher, workspace, semaphores, trailing arguments, stand-ins, the work list or None; kept."""
-
-    m, at, out_dtype, no_bias = key
-    x.check()
-    launching.check_tokens(m)
-    if not x.q8.is_cuda or x.device != w.device:
-        raise launching.elsewhere(x.q8, w.device)
-    if m == 0:
-        return ()
-    target, here = launching.targets(w.target, x.device)
-    out = str(out_dtype).removeprefix("torch.")
-    form = dict(out_dtype=out, bias=not no_bias, two_level=w.two_level)
-    chosen, listed = plan(m, w.n, w.k, w.blocks8, **form, target=target, device=here)
-    found = launching.prepared(chosen, m, x.q8, at, "w4ax.gemm")
-    lists = None
-    if listed is not None:
-        gemm = Gemm.of_blocks(w.n, w.blocks * BLOCK, w.blocks8)
-        lists = _work_lists(listed, gemm, target, m, listed.ctas * here.sms, x.device)
-    found = launches[key] = (*found, activations.stand_ins(x.device), lists)
-    return found
-
-
-_lists: dict[tuple, list[torch.Tensor]] = {}
-
-
-def _work_lists(listed: Any, gemm: Any, target: Target, m: int, ctas: int, device: torch.device) -> list[torch.Tensor]:
-    """Items of a `persistent` launch and where each CTA's begin; kept for good, as captured graphs read them.
+def work_lists(
+    w: PackedWeight, m: int, listed: schedules.Persistent | None, target: Target, device: Target, on: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """Items of a `persistent` launch and where each CTA's begin; kept for good, as captured graphs read them. Of other
+    programs nothing.
 
     Raises:
         CaptureError: a CUDA graph is being captured, and there are none for this M yet.
     """
+    if listed is None:
+        return ()
     import torch
 
-    key = (listed, gemm, target, m, ctas, device)
+    gemm, ctas = Gemm.of_blocks(w.n, w.blocks * BLOCK, w.blocks8), listed.ctas * device.sms
+    key = (listed, gemm, target, m, ctas, on)
     if key in _lists:
         return _lists[key]
-    if not launching.may_keep(device):
+    if not launching.may_keep(on):
         raise CaptureError(
-            f"w4ax.gemm with M = {m} never ran on {device}, and a CUDA graph is being captured; call it once with each "
+            f"w4ax.gemm with M = {m} never ran on {on}, and a CUDA graph is being captured; call it once with each "
             "M before the capture"
         )
     made = schedules.work_plan(listed, gemm, target, m, ctas)
     items, first, _ = schedules.work_list(made, -(-m // listed.block_tokens))
-    make = lambda: [torch.tensor(rows, dtype=torch.int32, device=device) for rows in (items, first)]
-    lists = lasting(device, make)
-    launching.settle(device)
-    _lists[key] = lists
-    return lists
+    make = lambda: tuple(torch.tensor(rows, dtype=torch.int32, device=on) for rows in (items, first))
+    _lists[key] = lasting(on, make)
+    launching.settle(on)
+    return _lists[key]
 
 
 def check_inputs(x: QuantizedActivations, w: PackedWeight) -> None:

@@ -6,6 +6,7 @@ from math import prod
 
 import torch
 from terrazzo.ops import launching
+from terrazzo.ops.call.linear import calls_of
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.w4ax.activations import QuantizedActivations, default_granularity, sizes
 from terrazzo.ops.w4ax.format import PackedWeight
@@ -167,13 +168,13 @@ def w4ax_gemm(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """y [M, n] from quantized activations and the fields of a PackedWeight."""
-    from terrazzo.ops.w4ax import op, reference
+    from terrazzo.ops.w4ax import reference
 
     w = PackedWeight(words, n, k, blocks8, layout, target, order, channel_scales=channel_scales)
     x = QuantizedActivations(q4, q8, scales, (m, k), blocks8, x_order, granularity)
     if not q8.is_cuda:
         return reference.gemm(x.codes(), x.token_scales(), w, bias).to(out_dtype)
-    return op.run(x, w, bias, None, out_dtype)
+    return calls_of("w4ax").run(x, q8, w, bias, None, out_dtype, None)
 
 
 @w4ax_gemm.register_fake
@@ -237,16 +238,16 @@ def w4ax_grouped_gemm(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """y [M, n] from quantized activations [M, k] sorted by expert and the fields of a GroupedWeight."""
-    from terrazzo.ops.w4ax import grouped, reference
+    from terrazzo.ops.w4ax import reference
 
     w = GroupedWeight(PackedWeight(words, n, k, blocks8, layout, target, order, channel_scales=channel_scales))
     x = QuantizedActivations(q4, q8, scales, (m, k), blocks8, x_order, granularity)
     if not q8.is_cuda:
-        grouped.check((m, k), q8.device, w, expert_offsets, bias, None, out_dtype)
+        calls_of("w4ax").check_call((m, k), q8.device, w, expert_offsets, bias, None, out_dtype, None)
         held, rows = (x.codes(), x.token_scales()), torch.arange(m, device=q8.device)
         product = lambda at, one, b: reference.gemm(*(part[at] for part in held), one, b).to(out_dtype)
         return w.reference(product, rows, expert_offsets, bias)
-    return grouped.run(x, w, expert_offsets, bias, None, out_dtype)
+    return calls_of("w4ax").run_experts(x, q8, w, expert_offsets, bias, None, out_dtype, None)
 
 
 @w4ax_grouped_gemm.register_fake

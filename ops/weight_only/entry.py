@@ -1,20 +1,60 @@
-"""The public calls: their arguments, and whether they are launched or become a node of a graph that is traced."""
+"""The public calls on 16-bit activations, and what they hand in to the path of all calls (ops/call/linear.py)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from terrazzo.ops import dlpack, grouped, launching
+from terrazzo.ops.call.linear import Linear
 from terrazzo.ops.grouped import GroupedWeight
-from terrazzo.ops.weight_only import grouped as grouped_op
-from terrazzo.ops.weight_only import op
-from terrazzo.ops.weight_only.packed import WeightOnly
+from terrazzo.ops.products.table import of_codes
+from terrazzo.ops.weight_only import grouped, op
+from terrazzo.ops.weight_only.packed import WeightOnly, facts_of
 
 if TYPE_CHECKING:
+    import torch
+    from terrazzo.lowering.targets import Target
     from terrazzo.ops.dlpack import Array, SupportsDLPack
+    from terrazzo.ops.launching import Plan
 
-FAMILIES = "w4a16, w8a16, mxfp4, nvfp4 or fp8"
-"""Operators whose packed weights these calls take."""
+
+class Calls(Linear):
+    """Of weights of every format for 16-bit activations; the choice is `numerics`."""
+
+    families, packed, scales = "w4a16, w8a16, mxfp4, nvfp4 or fp8", WeightOnly, "params"
+
+    def name(self, w: WeightOnly) -> str:
+        return of_codes(w.format).record
+
+    def facts(self, w: WeightOnly) -> tuple:
+        return w.weight, w.n, w.k, w.group_size, w.symmetric, w.scale_dtype, w.target, w.layout
+
+    def check_choices(self, w: WeightOnly, out_dtype: str, numerics: str) -> None:
+        op.check_numerics(numerics, w.weight)
+
+    def plan(self, w: WeightOnly, m: int, key: tuple, target: Target, device: Target, experts: int) -> Plan:
+        _, _, dtype, numerics, no_bias, _ = key[-6:]
+        facts = facts_of(w) | dict(dtype=str(dtype)[6:], bias=not no_bias, numerics=numerics)
+        if experts:
+            return grouped.plan(m, w.n, w.k, experts, **facts, target=target, device=device)
+        return op.plan(m, w.n, w.k, **facts, target=target, device=device)
+
+    def node(
+        self, x: torch.Tensor, w: WeightOnly, bias: torch.Tensor | None, out_dtype: torch.dtype, numerics: str
+    ) -> torch.Tensor:
+        from terrazzo.ops.weight_only import torch_op
+
+        return torch_op.call(x, w, bias, numerics)
+
+    def node_of_experts(
+        self, x: torch.Tensor, w: GroupedWeight, offsets: torch.Tensor, bias: torch.Tensor | None,
+        out_dtype: torch.dtype, numerics: str,
+    ) -> torch.Tensor:  # fmt: skip
+        from terrazzo.ops.weight_only import torch_op
+
+        return torch_op.call_grouped(x, w, offsets, bias, numerics)
+
+
+CALLS = Calls()
 
 
 def gemm(
@@ -51,23 +91,7 @@ def gemm(
         CaptureError: a kernel that was never launched is met during CUDA graph capture.
         ToolchainError, CompileError: the kernel is not compiled yet and cannot be.
     """
-    import torch
-
-    if not isinstance(w, WeightOnly):
-        raise launching.not_packed(w, FAMILIES)
-    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.layout is not torch.strided or x.is_nested:
-        if dlpack.is_foreign(x):
-            return dlpack.call(gemm, locals())
-        launching.check_tensor(x, "x", "[..., {}]", w.k)
-        if launching.is_traced(x):
-            from terrazzo.ops.weight_only import torch_op
-
-            launching.check_no_grad(x, "gemm")
-            op.check_numerics(numerics, w.weight)
-            if bias is not None:
-                launching.check_bias(bias, w.n, x.dtype, x.device)
-            return launching.copy_out(out, torch_op.call(x, w, bias, numerics))
-    return op.run(x, w, bias, out, numerics)
+    return CALLS.gemm(x, w, bias, out, None, numerics)
 
 
 def grouped_gemm(
@@ -98,14 +122,4 @@ def grouped_gemm(
         ArgumentError: an operand that does not fit.
         LayoutMismatchError, TargetError, CaptureError, ToolchainError, CompileError: see `gemm`.
     """
-    grouped.check_kind(w, WeightOnly, FAMILIES)
-    if dlpack.is_foreign(x):
-        return dlpack.call(grouped_gemm, locals())
-    launching.check_tensor(x, "x", "[M, {}]", w.k)
-    if launching.is_traced(x):
-        from terrazzo.ops.weight_only import torch_op
-
-        grouped.check_traced(x, x, w, expert_offsets, bias, x.dtype)
-        op.check_numerics(numerics, w.stacked.weight)
-        return grouped.copy_out(out, torch_op.call_grouped(x, w, expert_offsets, bias, numerics), expert_offsets)
-    return grouped_op.run(x, w, expert_offsets, bias, out, numerics)
+    return CALLS.grouped_gemm(x, w, expert_offsets, bias, out, None, numerics)

@@ -4,11 +4,10 @@ elsewhere a CTA for each tile on mma.sync."""
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import derived, grouped, launching, weights
+from terrazzo.ops import grouped, launching
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.linear import multistage as multistage_program
@@ -20,9 +19,6 @@ from terrazzo.ops.products.ways import choose_way
 from terrazzo.ops.weight_only import op
 from terrazzo.ops.weight_only.packed import facts_of
 from terrazzo.schedules import linear_spaces, multistage, records, spaces
-
-if TYPE_CHECKING:
-    import torch
 
 
 @lru_cache(maxsize=1024)
@@ -147,75 +143,4 @@ def weight_requests(
     return launching.requests_of(plan(t, w.n, w.k, len(w), **facts) for t in launching.tokens_of(m))
 
 
-def run(
-    x: torch.Tensor,
-    w: GroupedWeight,
-    expert_offsets: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor | None,
-    numerics: str,
-) -> torch.Tensor:
-    """The eager path of `grouped_gemm`."""
-    import torch
-
-    check(x, w, expert_offsets, bias, numerics)
-    experts, m, n, s = len(w), x.shape[0], w.n, w.stacked
-    read = not w.k % 8 and x.is_contiguous() and not x.data_ptr() % 16  # else a copy of it
-    if out is not None:
-        launching.check_out(out, (m, n), x.dtype, x.device)
-        grouped.check_apart(out, x=x if read else None, expert_offsets=expert_offsets, bias=bias)
-    if not x.is_cuda or x.device != w.device:
-        raise launching.elsewhere(x, w.device)
-    if bias is None and s.bias is not None:
-        bias = derived.cast_once(s, "bias", x.dtype)
-    format = (s.target, *facts_of(s).items())
-    key = (experts, n, w.k, format, m, x.dtype, x.device, launching.current_stream(x), numerics, bias is None)
-    found = _launchers.get(key) or _prepare(key, x)
-    y = torch.empty((m, n), dtype=x.dtype, device=x.device) if out is None else out
-    if m == 0:
-        return y
-    if w.k % 8:
-        x = torch.nn.functional.pad(x, (0, -w.k % 8))
-    if not x.is_contiguous() or x.data_ptr() % 16:
-        x = x.clone(memory_format=torch.contiguous_format)
-    kernel, workspace, semaphores, no_bias = found
-    written = grouped.written_to(y)
-    kernel(
-        x, s.words.flatten(0, 1), s.params.flatten(0, 1), no_bias if bias is None else bias.view(-1), workspace,
-        semaphores, written, expert_offsets,
-    )  # fmt: skip
-    return y if written is y else y.copy_(written)
-
-
-def check(
-    x: torch.Tensor, w: GroupedWeight, expert_offsets: torch.Tensor, bias: torch.Tensor | None, numerics: str
-) -> None:
-    """What a call is asked on every device."""
-    grouped.check_once(w)
-    grouped.check_rows(x.shape, w.k)
-    launching.check_no_grad(x, "grouped_gemm")
-    grouped.check_dtype(x)
-    grouped.check_offsets(expert_offsets, len(w), x.device)
-    if bias is not None:
-        grouped.check_bias(bias, len(w), w.n, x.dtype, x.device)
-    op.check_numerics(numerics, w.stacked.weight)
-    launching.check_tokens(x.shape[0])
-
-
-_launchers: dict[tuple, tuple] = {}
 records.on_change(plan.cache_clear)
-records.on_change(_launchers.clear)
-
-
-def _prepare(key: tuple, x: torch.Tensor) -> tuple:
-    """Kernel, workspace, semaphores and a stand-in for no bias, kept."""
-    experts, n, k, (packed_for, *format), m, _, device, stream, numerics, no_bias = key
-    dtype = weights.dtype_name(x)
-    if m == 0:
-        return ()
-    target, runs_on = launching.targets(packed_for, device)
-    facts = dict(format) | dict(dtype=dtype, numerics=numerics, bias=not no_bias, target=target, device=runs_on)
-    chosen = plan(m, n, k, experts, **facts)
-    kernel, workspace, semaphores, _ = launching.ready(chosen, m, device, stream, f"{chosen.request.name}_gemm")
-    found = _launchers[key] = (kernel, workspace, semaphores, *launching.stand_ins(device, x.dtype))
-    return found

@@ -8,10 +8,10 @@ from functools import lru_cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
+from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import derived, launching
+from terrazzo.ops import launching
 from terrazzo.ops.launching import Plan, ptx_flags, requests_of, tokens_of
 from terrazzo.ops.linear import multistage as multistage_program
 from terrazzo.ops.linear import small_batch as small_batch_program
@@ -188,97 +188,7 @@ def weight_requests(
     return requests_of(_plan_for(w, t, str(dtype)[6:], has_bias, numerics, *at) for t in tokens_of(m))
 
 
-def run(
-    x: torch.Tensor, w: WeightOnly, bias: torch.Tensor | None, out: torch.Tensor | None, numerics: str
-) -> torch.Tensor:
-    """The eager path of `gemm`: what an equal call has passed before is not checked again, then the kernel is launched.
-
-    What is ready to launch is kept by M, dtype, device, stream, numerics and presence of a bias.
-    """
-    if type(numerics) is not str:
-        check_numerics(numerics, w.weight)
-    if x.requires_grad:
-        launching.check_no_grad(x, "gemm")
-    shape, dtype, n, k = x.shape, x.dtype, w.n, w.k
-    if not shape or shape[-1] != k:
-        launching.check_last(x, k)
-    flat = len(shape) == 2  # views cost 1.5 us each
-    m = shape[0] if flat else x.numel() // k
-    if bias is not None:
-        launching.check_bias(bias, n, dtype, x.device)
-    elif w.bias is not None:
-        bias = derived.cast_once(w, "bias", dtype)
-    words, params = w.words, w.params
-    launches = _launches.of(w, words, params)
-    at = launching.place(x)
-    key = (m, dtype, at, numerics, bias is None)
-    found = launches.get(key) or _prepare(launches, key, x, w)
-    to = (m, n) if flat else (*shape[:-1], n)
-    aside = False  # whether the kernel writes somewhere else than to y
-    if out is None:
-        rows = x.new_empty((m, n))
-        y = rows if flat else rows.view(to)
-    else:
-        if not launching.output_fits(out, to, dtype, at[0]):
-            launching.check_out(out, to, dtype, x.device)
-        y, aside = out, out.data_ptr() % 16 != 0
-        rows = x.new_empty((m, n)) if aside else out if flat else out.view(m, n)
-    if m == 0:
-        return y
-    if words.get_device() != at[0]:
-        raise launching.elsewhere(x, w.device)
-    if w.perm is not None:
-        x = x.index_select(-1, w.perm)
-    if k % 8:
-        import torch
-
-        x = torch.nn.functional.pad(x, (0, -k % 8))
-    if not flat:
-        x = x.reshape(m, -1)
-    if not x.is_contiguous() or x.data_ptr() % 16:
-        x = launching.aligned_copy(x)
-    if out is not None and not aside:
-        launching.check_apart(out, "out", x=x)
-    _, _, workspace, semaphores, scalars, no_bias = found
-    args = (x, words, params, no_bias if bias is None else bias, workspace, semaphores, rows, *scalars)
-    launching.launch(launches, key, found, args)
-    return y.copy_(rows.view(to)) if aside else y
-
-
-def _facts(w: WeightOnly) -> tuple:
-    return w.weight, w.n, w.k, w.group_size, w.symmetric, w.scale_dtype, w.target, w.layout
-
-
-def _check(w: WeightOnly) -> None:
-    """Of a weight that is new or was written to."""
-    if w.layout != (wanted := w.expected_layout()):
-        raise LayoutMismatchError("w", w.layout, f"must have layout {wanted}", "pack it again")
-    w.check_sizes()
-
-
-_launches = launching.LaunchTable(_facts, _check)
 records.on_change(plan.cache_clear)
-records.on_change(_launches.clear)
-
-
-def _prepare(launches: launching.Launches, key: tuple, x: torch.Tensor, w: WeightOnly) -> tuple:
-    """Kernel, its launcher, workspace, semaphores, trailing arguments and a stand-in for no bias; kept."""
-    m, _, at, numerics, no_bias = key
-    check_numerics(numerics, w.weight)
-    dtype = str(x.dtype)[6:]
-    if dtype not in ("float16", "bfloat16"):
-        raise ArgumentError("x", dtype, "must be float16 or bfloat16", "cast the activations")
-    if not x.is_cuda or x.device != w.device:
-        raise launching.elsewhere(x, w.device)
-    launching.check_tokens(m)
-    if m == 0:
-        return ()
-    chosen = _plan_for(w, m, dtype, not no_bias, numerics, *launching.targets(w.target, x.device))
-    found = launching.prepared(chosen, m, x, at, f"{of_codes(w.format).record}.gemm")
-    (no_bias,) = launching.stand_ins(x.device, x.dtype)
-    found = (*found, launching.argument(no_bias))
-    launching.keep(launches, key, found, chosen, x.device)
-    return found
 
 
 def _plan_for(w: WeightOnly, m: int, dtype: str, bias: bool, numerics: str, target: Target, device: Target) -> Plan:

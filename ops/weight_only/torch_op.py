@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from terrazzo.ops import launching
-from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.call.linear import calls_of
+from terrazzo.ops.grouped import GroupedWeight, check_dtype
 from terrazzo.ops.products.codes import WIDE
 from terrazzo.ops.products.table import of_codes
 from terrazzo.ops.weight_only.packed import WeightOnly, kind_of
@@ -62,7 +63,7 @@ def _register(weight: str, operator: str) -> None:
         numerics: str,
     ) -> torch.Tensor:
         """y [..., n] from x [..., k] and the fields of a PackedWeight."""
-        from terrazzo.ops.weight_only import op, reference
+        from terrazzo.ops.weight_only import reference
 
         w = _made(
             weight, words=words, params=params, perm=perm, n=n, k=k, group_size=group_size, scale_dtype=scale_dtype,
@@ -70,7 +71,7 @@ def _register(weight: str, operator: str) -> None:
         )  # fmt: skip
         if not x.is_cuda:
             return reference.forward(x, w, bias, numerics)
-        return op.run(x, w, bias, None, numerics)
+        return calls_of("weight_only").run(x, x, w, bias, None, None, numerics)
 
     def grouped_gemm(
         x: torch.Tensor,
@@ -88,7 +89,7 @@ def _register(weight: str, operator: str) -> None:
         numerics: str,
     ) -> torch.Tensor:
         """y [M, n] from x [M, k] sorted by expert and the fields of a GroupedWeight."""
-        from terrazzo.ops.weight_only import grouped, reference
+        from terrazzo.ops.weight_only import reference
 
         stacked = _made(
             weight, words=words, params=params, n=n, k=k, group_size=group_size, scale_dtype=scale_dtype,
@@ -96,9 +97,10 @@ def _register(weight: str, operator: str) -> None:
         )  # fmt: skip
         w = GroupedWeight(stacked)
         if not x.is_cuda:
-            grouped.check(x, w, expert_offsets, bias, numerics)
+            check_dtype(x)
+            calls_of("weight_only").check_call(x.shape, x.device, w, expert_offsets, bias, None, x.dtype, numerics)
             return w.reference(lambda rows, one, b: reference.forward(rows, one, b, numerics), x, expert_offsets, bias)
-        return grouped.run(x, w, expert_offsets, bias, None, numerics)
+        return calls_of("weight_only").run_experts(x, x, w, expert_offsets, bias, None, x.dtype, numerics)
 
     made = torch.library.custom_op(f"terrazzo::{operator}_gemm", gemm, mutates_args=())
     made.register_fake(_fake)

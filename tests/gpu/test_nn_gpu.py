@@ -13,9 +13,9 @@ from terrazzo.nn import positions_of
 from terrazzo.nn.preparing import kernel_requests
 from terrazzo.ops import w4a8, w4a16
 from terrazzo.ops.attention import KVCache
-from terrazzo.ops.w4a8 import op as w4a8_op
-from terrazzo.ops.w4ax import op as w4ax_op
-from terrazzo.ops.weight_only import op as weight_only_op
+from terrazzo.ops.w4a8 import entry as w4a8_entry
+from terrazzo.ops.w4ax import entry as w4ax_entry
+from terrazzo.ops.weight_only import entry as weight_only_entry
 
 HIDDEN, FEATURES, HEADS, KV_HEADS, HEAD_DIM, LAYERS, WORDS = 256, 512, 8, 2, 64, 2, 300
 FORMATS = ("w4a16-g64", "w4a16-g128-sym", "w4a8-g64", "w4a8-e4m3-g128", "w4ax")
@@ -253,8 +253,8 @@ def test_prepare_names_every_kernel_that_steps_launch(form, experts, monkeypatch
 
     monkeypatch.setattr(kernels, "compile_request", compiled)
     monkeypatch.setattr(kernels, "_kernels", {})
-    for operator in (weight_only_op, w4a8_op, w4ax_op):
-        operator._launches.clear()
+    for entry in (weight_only_entry, w4a8_entry, w4ax_entry):
+        entry.CALLS.launches.clear()
     facts = dict(kv_heads=KV_HEADS, head_dim=HEAD_DIM, layers=LAYERS, page_size=64, pages=8)
     cache = KVCache(*kv, **facts, device="cuda")
     first, second = cache.new(), cache.new()

@@ -13,6 +13,7 @@ from terrazzo.ops import launching, w4a16
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.products.codes import get_codes
 from terrazzo.ops.weight_only import op
+from terrazzo.ops.weight_only.entry import CALLS
 
 M, N, K = 16, 8204, 4160
 FORMS = ("w4a16-g128", "w4a16-g64", "w8a16-g128", "mxfp4-g32", "nvfp4-g16", "fp8-gK", "fp8-g128")
@@ -52,10 +53,10 @@ def cold(tmp_path, monkeypatch):
     monkeypatch.setenv("TERRAZZO_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv(replacing.VARIABLE)
     monkeypatch.setattr(kernels, "_kernels", {})
-    op._launches.clear()
+    CALLS.launches.clear()
     yield
     replacing.wait(120)
-    op._launches.clear()
+    CALLS.launches.clear()
 
 
 def test_the_stand_in_gives_way_without_a_change_of_bits(cold):
@@ -103,7 +104,7 @@ def test_a_stand_in_has_the_bits_of_the_kernel_that_is_made_for_the_shape(cases,
         ys = []
         for answer in (plan.request, plan.stand_in):
             monkeypatch.setattr(launching, "answering", lambda plan, device, answer=answer: answer)
-            op._launches.clear()
+            CALLS.launches.clear()
             whole = torch.full((case.m + 16, case.n), float("nan"), dtype=torch.float16, device="cuda")
             gemm(x, weight, out=whole[8:-8])
             assert kernels.loaded(answer) is not None, f"{case}: {answer} was not launched"
@@ -111,5 +112,5 @@ def test_a_stand_in_has_the_bits_of_the_kernel_that_is_made_for_the_shape(cases,
             ys.append(whole[8:-8])
         assert torch.equal(*ys) and bool(ys[0].isfinite().all()), case
         compared += 1
-    op._launches.clear()
+    CALLS.launches.clear()
     assert compared > len(cases) // 2

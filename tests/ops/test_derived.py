@@ -6,6 +6,7 @@ import copy
 import pickle
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import terrazzo
@@ -185,15 +186,17 @@ def test_a_parameter_that_requires_a_gradient_is_refused(family):
 def test_work_lists_outlive_tuned_records(monkeypatch):
     """Of the `persistent` program: captured graphs read them, whatever records say later."""
     target, gemm = Target.parse("sm_80"), Gemm.of_blocks(1000, 1280, 3)
-    asked = (schedules.choose_persistent(gemm, target, 100), gemm, target, 100, 216, CPU)
-    lists = mixed_op._work_lists(*asked)
+    listed = schedules.choose_persistent(gemm, target, 100)
+    weight = SimpleNamespace(n=1000, blocks=10, blocks8=3)
+    asked = lambda m: mixed_op.work_lists(weight, m, listed, target, target, CPU)
+    lists = asked(100)
     assert [it.dtype for it in lists] == [torch.int32] * 2 and lists[1][-1] == len(lists[0])
     records.changed()
-    assert mixed_op._work_lists(*asked) is lists
+    assert asked(100) is lists
     monkeypatch.setattr(launching, "may_keep", lambda device: False)
-    assert mixed_op._work_lists(*asked) is lists  # whatever stream is captured
+    assert asked(100) is lists  # whatever stream is captured
     with pytest.raises(CaptureError, match="M = 99 never ran on cpu, .*call it once with each M before the capture"):
-        mixed_op._work_lists(*asked[:3], 99, *asked[4:])
+        asked(99)
 
 
 def test_options_of_other_types_are_refused_by_name():

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from math import exp, log
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,13 +21,14 @@ from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops import w4a8, w4a16, w4ax, w8a8
 from terrazzo.ops.grouped import MOST_EXPERTS, GroupedWeight, all_tokens
+from terrazzo.ops.w4a8 import entry as w4a8_entry
 from terrazzo.ops.w4a8 import fp8
 from terrazzo.ops.w4a8 import grouped as w4a8_grouped
-from terrazzo.ops.w4a8.w8a8 import grouped as w8a8_grouped
+from terrazzo.ops.w4a8.w8a8 import entry as w8a8_entry
 from terrazzo.ops.w4a16 import grouped as w4a16_grouped
 from terrazzo.ops.w4ax import activations as w4ax_activations
-from terrazzo.ops.w4ax import grouped as w4ax_grouped
-from terrazzo.ops.weight_only import grouped as weight_only_grouped
+from terrazzo.ops.w4ax import entry as w4ax_entry
+from terrazzo.ops.weight_only import entry as weight_only_entry
 from terrazzo.schedules import grouped
 from terrazzo.schedules.linear_spaces import Grouped
 from terrazzo.schedules.multistage import Multistage
@@ -272,6 +274,11 @@ def test_experts_packed_for_sm_80_run_through_ptx_on_a_newer_gpu(target, flags):
         assert kc > 1 and made.semaphores == (tiles,) and tiles == (64 + 4 * 31) // 32 * 4
 
 
+def ready(kernel, no_bias: torch.Tensor, more: object) -> tuple:
+    """What is kept of a launch, with stand-ins for what the kernel does not read."""
+    return SimpleNamespace(launcher=lambda index: kernel), kernel, (None, None), (), no_bias, 1 << 31, more
+
+
 @pytest.mark.parametrize("codes", ["int8", "e4m3"])
 def test_kernels_get_one_matrix_after_the_other(monkeypatch, codes):
     """What a launch is given: bytes of x, stacked words and vectors, and a stand-in where e4m3 has no row sums."""
@@ -285,8 +292,8 @@ def test_kernels_get_one_matrix_after_the_other(monkeypatch, codes):
 
     nothing = torch.empty(1), torch.empty(1, dtype=torch.int32) if codes == "e4m3" else None
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr("terrazzo.ops.launching.current_stream", lambda x: 0)
-    monkeypatch.setattr(w4a8_grouped, "_prepare", lambda key, x, w: (kernel, None, None, *nothing))
+    monkeypatch.setattr("terrazzo.ops.launching.place", lambda x: (-1, 0))
+    monkeypatch.setattr(w4a8_entry.CALLS, "prepare", lambda *given: ready(kernel, *nothing))
     family = fp8 if codes == "e4m3" else w4a8
     stacked = family.GroupedWeight.stack([w.pack() for w in experts(family, bias=torch.ones(70))])
     q, offsets = torch.ones(4, 208, dtype=torch.int8), torch.tensor([0, 1, 1, 4], dtype=torch.int32)
@@ -299,7 +306,7 @@ def test_kernels_get_one_matrix_after_the_other(monkeypatch, codes):
 
 
 FAMILIES = {"w4a16": w4a16, "w4a8": w4a8, "w8a8": w8a8, "w4ax": w4ax}
-LAUNCHERS = {"w4a16": weight_only_grouped, "w4a8": w4a8_grouped, "w8a8": w8a8_grouped, "w4ax": w4ax_grouped}
+ENTRIES = {"w4a16": weight_only_entry, "w4a8": w4a8_entry, "w8a8": w8a8_entry, "w4ax": w4ax_entry}
 
 
 def four_rows(name):
@@ -334,10 +341,10 @@ def test_rows_of_no_expert_keep_what_they_held_wherever_the_output_begins(monkey
         launched.append(y)
 
     stacked, x = four_rows(name)
-    nothing = {"w4a16": 3, "w4ax": 3}.get(name, 4)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr("terrazzo.ops.launching.current_stream", lambda x: 0)
-    monkeypatch.setattr(LAUNCHERS[name], "_prepare", lambda *given: (kernel, *[torch.empty(1)] * nothing))
+    more = {"w8a8": (torch.empty(1), False), "w4ax": ({}, False)}.get(name)
+    monkeypatch.setattr("terrazzo.ops.launching.place", lambda x: (-1, 0))
+    monkeypatch.setattr(ENTRIES[name].CALLS, "prepare", lambda *given: ready(kernel, torch.empty(1), more))
     held = torch.full((4 * 70 + 16,), 7.0, dtype=torch.float16)
     out = held[skipped : skipped + 4 * 70].view(4, 70)
     offsets = torch.tensor([1, 2, 2, 3], dtype=torch.int32)

@@ -16,7 +16,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.runtime import Kernel
 from terrazzo.ops import launching, w4a16
 from terrazzo.ops.w4a8 import activations
-from terrazzo.ops.weight_only import op
+from terrazzo.ops.weight_only.entry import CALLS
 
 
 def weight(n=64, k=128):
@@ -35,13 +35,13 @@ def calls(monkeypatch):
 
     kernel = SimpleNamespace(launcher=lambda index: launch)
 
-    def prepare(launches, key, x, w):
+    def prepare(launches, key, x, held, w):
         seen.prepared.append(key)
-        found = launches[key] = (kernel, launch, None, None, (), None)
+        found = launches[key] = (kernel, launch, (None, None), (), None, 1 << 31, None)
         return found
 
-    monkeypatch.setattr(op, "_prepare", prepare)
-    monkeypatch.setattr(op, "_launches", launching.LaunchTable(op._facts, op._check))
+    monkeypatch.setattr(CALLS, "prepare", prepare)
+    monkeypatch.setattr(CALLS, "launches", launching.LaunchTable(CALLS.facts, CALLS.check_weight))
     monkeypatch.setattr(launching, "place", lambda x: (x.get_device(), seen.stream))
     return seen
 
@@ -64,7 +64,7 @@ def test_equal_calls_prepare_once_and_different_ones_anew(calls):
         before = len(calls.prepared)
         call(), call()
         assert len(calls.prepared) == before + 1
-    op._launches.clear()
+    CALLS.launches.clear()
     w4a16.gemm(x, w)
     assert len(calls.prepared) == before + 2
 
@@ -92,8 +92,8 @@ def test_the_kernel_gets_rows_and_the_caller_its_shape(calls):
 
 def test_a_copied_or_replaced_weight_is_adopted_again(calls, monkeypatch):
     adopted = []
-    real = op._launches.check
-    monkeypatch.setattr(op._launches, "check", lambda w: adopted.append(w) or real(w))
+    real = CALLS.launches.check
+    monkeypatch.setattr(CALLS.launches, "check", lambda w: adopted.append(w) or real(w))
     x, w = torch.zeros(2, 128).half(), weight()
     w4a16.gemm(x, w)
     w4a16.gemm(x, w)

@@ -1,10 +1,11 @@
-"""The public calls of W8A8: their arguments, and whether they are launched or become a node of a graph."""
+"""The public calls of W8A8, and what they hand in to the path of all calls (ops/call/linear.py)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from terrazzo.ops import dlpack, grouped, launching
+from terrazzo.ops import dlpack, launching
+from terrazzo.ops.call.linear import Linear
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.quantized import BlockQuantizedActivations, QuantizedActivations
 from terrazzo.ops.w4a8.w8a8 import activations as w8_activations
@@ -14,9 +15,84 @@ from terrazzo.ops.w4a8.w8a8.format import PackedWeight
 
 if TYPE_CHECKING:
     import torch
+    from terrazzo.lowering.targets import Target
     from terrazzo.ops.dlpack import Array, SupportsDLPack
+    from terrazzo.ops.launching import Plan
 
 Activations = QuantizedActivations | BlockQuantizedActivations
+
+
+class Calls(Linear):
+    """Of bytes by bytes; the choice is `accumulate`."""
+
+    operator = families = "w8a8"
+    packed, quantized = PackedWeight, (QuantizedActivations, BlockQuantizedActivations)
+    scales = "scales"
+    given = ", or what w8a8.quantize_activations makes"
+
+    def facts(self, w: PackedWeight) -> tuple:
+        return w.n, w.k, w.codes, w.block, w.target, w.layout
+
+    def check_choices(self, w: PackedWeight, out_dtype: str, accumulate: str) -> None:
+        w8_op.check_out_dtype(out_dtype, w.codes)
+        w8_op.numerics_of(w.codes, w.block, False, accumulate)
+
+    def plan(self, w: PackedWeight, m: int, key: tuple, target: Target, device: Target, experts: int) -> Plan:
+        _, _, out_dtype, accumulate, no_bias, no_zeros = key[-6:]
+        numerics = w8_op.numerics_of(w.codes, w.block, not no_zeros, accumulate)
+        facts = dict(numerics=numerics, out_dtype=str(out_dtype)[6:], bias=not no_bias, target=target, device=device)
+        if experts:
+            return w8_grouped.plan(m, w.n, w.k, experts, **facts)
+        return w8_op.plan(m, w.n, w.k, **facts)
+
+    def sums_dtype(self, w: PackedWeight) -> str:
+        return "int32" if w.codes == "int8" else "float32"
+
+    def quantize(self, x: torch.Tensor, w: PackedWeight, alone: bool) -> Activations:
+        if not x.is_cuda:
+            raise launching.elsewhere(x, w.device)
+        return w8_activations.run(x, w)
+
+    def check_activations(self, x: Activations, w: PackedWeight) -> None:
+        w8_op.check_activations(x, w)
+
+    def check_tensors(self, x: Activations) -> None:
+        w8_op.check_tensors(x)
+
+    def stand_ins(
+        self, x: Activations, w: PackedWeight, plan: Plan, target: Target, device: Target, m: int
+    ) -> tuple[tuple, object]:
+        """For no zero points."""
+        import torch
+
+        return (), (launching.argument(*launching.stand_ins(x.device, torch.int32)), w.block)
+
+    def operands(self, x: Activations, words: torch.Tensor, scales: torch.Tensor, more: tuple[object, bool]) -> tuple:
+        import torch
+
+        no_zeros, block = more
+        q, zeros = x.q, getattr(x, "zeros", None)
+        q = q if q.dtype == torch.int8 else q.view(torch.int8)
+        return q, words, scales if block else scales.view(-1), x.scales, no_zeros if zeros is None else zeros
+
+    def node(
+        self, x: torch.Tensor | Activations, w: PackedWeight, bias: torch.Tensor | None, out_dtype: torch.dtype,
+        accumulate: str,
+    ) -> torch.Tensor:  # fmt: skip
+        from terrazzo.ops.w4a8.w8a8 import torch_op
+
+        return torch_op.call(x, w, bias, out_dtype, accumulate)
+
+    def node_of_experts(
+        self, x: torch.Tensor | Activations, w: GroupedWeight, offsets: torch.Tensor, bias: torch.Tensor | None,
+        out_dtype: torch.dtype, accumulate: str,
+    ) -> torch.Tensor:  # fmt: skip
+        from terrazzo.ops.w4a8.w8a8 import torch_op
+
+        return torch_op.call_grouped(x, w, offsets, bias, out_dtype, accumulate)
+
+
+CALLS = Calls()
 
 
 def gemm(
@@ -51,41 +127,7 @@ def gemm(
         CaptureError: a kernel that was never launched is met during CUDA graph capture.
         ToolchainError, CompileError: the kernel is not compiled yet and cannot be.
     """
-    import torch
-
-    if not isinstance(w, PackedWeight):
-        raise launching.not_packed(w, "w8a8")
-    held = x.q if isinstance(x, Activations) else x
-    if (
-        torch.compiler.is_compiling()
-        or type(held) is not torch.Tensor
-        or held.layout is not torch.strided
-        or held.is_nested
-    ):
-        if dlpack.is_foreign(held):
-            return dlpack.call(gemm, locals())
-        launching.check_tensor(held, "x", "[..., {}], or what w8a8.quantize_activations makes", w.k)
-        if launching.is_traced(held):
-            from terrazzo.ops.w4a8.w8a8 import torch_op as w8_torch_op
-
-            launching.check_no_grad(held, "gemm")
-            raw = str(out_dtype or (held.dtype if held is x else torch.float16)).removeprefix("torch.")
-            w8_op.check_out_dtype(raw, w.codes)
-            w8_op.numerics_of(w.codes, w.block, False, accumulate)
-            if bias is not None:
-                launching.check_bias(bias, w.n, None, held.device)
-                launching.check_sums_bias(out_dtype)
-            return launching.copy_out(out, w8_torch_op.call(x, w, bias, out_dtype, accumulate))
-    if held is x:
-        out_dtype = out_dtype or held.dtype
-        if x.requires_grad:
-            launching.check_no_grad(x, "gemm")
-        launching.check_last(x, w.k)
-        launching.check_written(x, w.n, bias, out, out_dtype)
-        if not x.is_cuda:
-            raise launching.elsewhere(x, w.device)
-        x = w8_activations.run(x, w)
-    return w8_op.run(x, w, bias, out, out_dtype or torch.float16, accumulate)
+    return CALLS.gemm(x, w, bias, out, out_dtype, accumulate)
 
 
 def grouped_gemm(
@@ -117,33 +159,7 @@ def grouped_gemm(
         ArgumentError: an operand that does not fit, or a GPU without warpgroup instructions (sm_90a has them).
         LayoutMismatchError, TargetError, CaptureError, ToolchainError, CompileError: see `gemm`.
     """
-    import torch
-
-    grouped.check_kind(w, PackedWeight, "w8a8")
-    held = x.q if isinstance(x, Activations) else x
-    if dlpack.is_foreign(held):
-        return dlpack.call(grouped_gemm, locals())
-    if launching.is_traced(held):
-        from terrazzo.ops.w4a8.w8a8 import torch_op as w8_torch_op
-
-        grouped.check_traced(x, held, w, expert_offsets, bias)
-        if not torch.compiler.is_compiling():
-            dtype = out_dtype or (held.dtype if held is x else torch.float16)
-            w8_grouped.check_choices(w, bias, dtype, accumulate)
-        return grouped.copy_out(
-            out, w8_torch_op.call_grouped(x, w, expert_offsets, bias, out_dtype, accumulate), expert_offsets
-        )
-    launching.check_tensor(held, "x", "[M, {}], or what w8a8.quantize_activations makes", w.k)
-    launching.check_no_grad(held, "grouped_gemm")
-    if held is x:
-        grouped.check_dtype(x)
-    out_dtype = out_dtype or (x.dtype if held is x else torch.float16)
-    w8_grouped.check(tuple(x.shape), x.device, w, expert_offsets, bias, out, out_dtype, accumulate)
-    if held is x:
-        if not x.is_cuda:
-            raise launching.elsewhere(x, w.device)
-        x = w8_activations.run(x, w.stacked)
-    return w8_grouped.multiply(x, w, expert_offsets, bias, out, out_dtype, accumulate)
+    return CALLS.grouped_gemm(x, w, expert_offsets, bias, out, out_dtype, accumulate)
 
 
 def quantize_activations(x: SupportsDLPack, w: PackedWeight) -> Activations:

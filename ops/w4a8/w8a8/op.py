@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import derived, launching, quantized, weights
+from terrazzo.ops import launching, quantized, weights
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.linear.bytes import direct_tokens as direct_tokens_program
 from terrazzo.ops.linear.bytes import fp8_problem
@@ -224,48 +224,7 @@ def weight_requests(
     return list(dict.fromkeys([*launching.requests_of(plans), *before]))
 
 
-def run(
-    x: Activations,
-    w: PackedWeight,
-    bias: torch.Tensor | None,
-    out: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    accumulate: str,
-) -> torch.Tensor:
-    """The eager path of `gemm` on quantized activations; what is ready to launch is kept."""
-    import torch
-
-    check_activations(x, w)
-    shape, n = x.shape, w.n
-    m = x.q.shape[0]
-    if bias is not None:
-        launching.check_bias(bias, n, None, x.device)
-        launching.check_sums_bias(out_dtype)
-        bias = bias.float()
-    elif w.bias is not None and out_dtype != torch.int32:
-        bias = derived.cast_once(w, "bias", torch.float32)
-    words, scales = w.words, w.scales
-    launches, at = _launches.of(w, words, scales), launching.place(x.q)
-    zeros = getattr(x, "zeros", None)
-    key = (m, at, out_dtype, accumulate, bias is None, zeros is None)
-    found = launches.get(key) or _prepare(launches, key, x, w)
-    to = (*shape[:-1], n)
-    if out is None:
-        rows, aside = x.q.new_empty((m, n), dtype=out_dtype), False
-        y = rows.view(to)
-    else:
-        y = out
-        rows, aside = launching.output(x.q, out, to, m, out_dtype, at[0])
-    if m == 0:
-        return y
-    if words.get_device() != at[0]:
-        raise launching.elsewhere(x.q, w.device)
-    _, _, workspace, semaphores, scalars, no_bias, no_zeros = found
-    q = x.q if x.q.dtype == torch.int8 else x.q.view(torch.int8)
-    operands = (q, words, scales if w.block else scales.view(-1), x.scales, no_zeros if zeros is None else zeros)
-    bias = no_bias if bias is None else bias
-    launching.launch(launches, key, found, (*operands, bias, workspace, semaphores, rows, *scalars))
-    return y.copy_(rows.view(to)) if aside else y
+records.on_change(plan.cache_clear)
 
 
 def check_activations(x: Activations, w: PackedWeight) -> None:
@@ -288,46 +247,6 @@ def check_out_dtype(out_dtype: str, codes: str) -> None:
     known = OUT_DTYPES if codes == "int8" else OUT_DTYPES[:2]
     if out_dtype not in known:
         raise ArgumentError("out_dtype", out_dtype, f"must be one of {known} of {codes} codes", "cast y")
-
-
-def _facts(w: PackedWeight) -> tuple:
-    return w.n, w.k, w.codes, w.block, w.target, w.layout
-
-
-def _check(w: PackedWeight) -> None:
-    """Of a weight that is new or was written to."""
-    w.check_layout(w.expected_layout())
-    w.check_sizes()
-
-
-_launches = launching.LaunchTable(_facts, _check)
-records.on_change(plan.cache_clear)
-records.on_change(_launches.clear)
-
-
-def _prepare(launches: launching.Launches, key: tuple, x: Activations, w: PackedWeight) -> tuple:
-    """Kernel, its launcher, workspace, semaphores, trailing arguments, stand-ins for no bias and no zeros; kept."""
-    import torch
-
-    m, at, out_dtype, accumulate, no_bias, no_zeros = key
-    if type(out_dtype) is not torch.dtype:
-        raise ArgumentError("out_dtype", out_dtype, "must be a torch.dtype", "write torch.float16")
-    out = str(out_dtype).removeprefix("torch.")
-    check_out_dtype(out, w.codes)
-    numerics = numerics_of(w.codes, w.block, not no_zeros, accumulate)
-    check_tensors(x)
-    launching.check_tokens(m)
-    if not x.q.is_cuda or x.device != w.device:
-        raise launching.elsewhere(x.q, w.device)
-    if m == 0:
-        return ()
-    target, device = launching.targets(w.target, x.device)
-    chosen = plan(m, w.n, w.k, numerics=numerics, out_dtype=out, bias=not no_bias, target=target, device=device)
-    sums = "int32" if w.codes == "int8" else "float32"
-    found = launching.prepared(chosen, m, x.q, at, "w8a8.gemm", sums)
-    stand_ins = map(launching.argument, launching.stand_ins(x.device, torch.float32, torch.int32))
-    launches[key] = (*found, *stand_ins)
-    return launches[key]
 
 
 def check_tensors(x: Activations) -> None:

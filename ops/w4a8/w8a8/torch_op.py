@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from terrazzo.ops import launching, quantized
+from terrazzo.ops.call.linear import calls_of
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.quantized import BlockQuantizedActivations, QuantizedActivations
 from terrazzo.ops.w4a8.w8a8 import activations as w8_activations
-from terrazzo.ops.w4a8.w8a8 import grouped as w8_grouped
 from terrazzo.ops.w4a8.w8a8 import op as w8_op
 from terrazzo.ops.w4a8.w8a8 import reference as w8_reference
 from terrazzo.ops.w4a8.w8a8.format import BLOCK, PackedWeight
@@ -143,7 +143,7 @@ def w8a8_gemm(
     if not q.is_cuda:
         w8_op.numerics_of(codes, block, zeros is not None, accumulate)
         return w8_reference.forward(made, w, bias, out_dtype)
-    return w8_op.run(made, w, bias, None, out_dtype, accumulate)
+    return calls_of("w4a8.w8a8").run(made, q, w, bias, None, out_dtype, accumulate)
 
 
 @torch.library.custom_op("terrazzo::w8a8_grouped_gemm", mutates_args=())
@@ -167,11 +167,11 @@ def w8a8_grouped_gemm(
     """y [M, n] from quantized activations [M, K16] sorted by expert and the fields of a GroupedWeight."""
     w = GroupedWeight(_weight(words, channel_scales, n, k, codes, block, layout, target))
     x = _activations(q, scales, zeros, k, block)
-    w8_grouped.check((len(q), k), q.device, w, expert_offsets, bias, None, out_dtype, accumulate)
     if not q.is_cuda:
+        calls_of("w4a8.w8a8").check_call((len(q), k), q.device, w, expert_offsets, bias, None, out_dtype, accumulate)
         product = lambda rows, one, b: w8_reference.forward(x.of_tokens(rows), one, b, out_dtype)
         return w.reference(product, torch.arange(len(q)), expert_offsets, bias)
-    return w8_grouped.multiply(x, w, expert_offsets, bias, None, out_dtype, accumulate)
+    return calls_of("w4a8.w8a8").run_experts(x, q, w, expert_offsets, bias, None, out_dtype, accumulate)
 
 
 @w8a8_grouped_gemm.register_fake

@@ -10,6 +10,7 @@ from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError, TargetE
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching, w4a16
 from terrazzo.ops.weight_only import op
+from terrazzo.ops.weight_only.entry import CALLS
 from terrazzo.schedules.models import MEASURED, MODELS
 
 FACTS = {"group_size": 128, "symmetric": False, "scale_dtype": "float16", "dtype": "float16", "bias": False}
@@ -75,8 +76,8 @@ def weight(n=64, k=128):
 
 def test_a_weight_is_adopted_once_for_each_state(monkeypatch):
     adopted = []
-    real = op._launches.check
-    monkeypatch.setattr(op._launches, "check", lambda w: adopted.append(w) or real(w))
+    real = CALLS.launches.check
+    monkeypatch.setattr(CALLS.launches, "check", lambda w: adopted.append(w) or real(w))
     x, w = torch.zeros(2, 128).half(), weight()
 
     def call(w):

@@ -15,6 +15,7 @@ from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import w4a8
 from terrazzo.ops.w4a8 import fp8, fp8_format, fp8_reference, op
+from terrazzo.ops.w4a8.entry import CALLS
 from terrazzo.schedules import linear_spaces, stream_k
 from terrazzo.schedules.problem import Gemm
 
@@ -318,9 +319,8 @@ def test_kernels_get_bytes_and_no_row_sums(monkeypatch, step):
         seen.append(q)
         y.fill_(len(seen))
 
-    stand_ins = (torch.empty(1), torch.empty(1, dtype=torch.int32))
-    ready = (None, kernel, None, None, (), step, *stand_ins)
-    monkeypatch.setattr(op, "_prepare", lambda launches, key, x, w: ready)
+    ready = (None, kernel, (None, None), (), torch.empty(1), step, torch.empty(1, dtype=torch.int32))
+    monkeypatch.setattr(CALLS, "prepare", lambda *given: ready)
     y = w4a8.gemm(x, _W)
     assert torch.equal(torch.cat(seen), x.q.view(torch.int8)) and y.dtype == torch.float16
     assert y[:, 0].tolist() == ([1, 1, 2, 2, 3] if step == 2 else [1] * 5)

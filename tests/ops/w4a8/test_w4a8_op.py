@@ -11,6 +11,7 @@ from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError, TargetE
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import derived, launching, w4a8
 from terrazzo.ops.w4a8 import QuantizedActivations, activations, op, reference
+from terrazzo.ops.w4a8.entry import CALLS
 from terrazzo.schedules import quantize_rows
 from terrazzo.schedules.models import MEASURED, MODELS
 
@@ -196,8 +197,8 @@ def quantized(m=2, k=128):
 
 def test_a_weight_is_adopted_once_for_each_state(monkeypatch):
     adopted = []
-    real = op._launches.check
-    monkeypatch.setattr(op._launches, "check", lambda w: adopted.append(w) or real(w))
+    real = CALLS.launches.check
+    monkeypatch.setattr(CALLS.launches, "check", lambda w: adopted.append(w) or real(w))
     x, w = quantized(), weight()
 
     def call(w):
