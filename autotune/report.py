@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,17 +32,8 @@ GOAL = 1.10
 """Heuristic / tuned best, geometric mean."""
 _OPTIONAL = {"scales": str}
 """Facts that only some of an operator's problems have."""
-_COLORS = {
-    "w4a16": "#1f6feb",
-    "w4a8": "#bf5700",
-    "w4ax": "#8250df",
-    "w4a16_grouped": "#0a7ea4",
-    "w4a8_grouped": "#9a6700",
-    "w4a8_fp8_grouped": "#bf3989",
-    "attention": "#1a7f37",
-    "attention_prefill": "#cf222e",
-    "w4a8_fp8": "#6e7781",
-}
+_PALETTE = ("#1f6feb", "#bf5700", "#8250df", "#0a7ea4", "#9a6700", "#bf3989", "#1a7f37", "#cf222e", "#6e7781")
+_COLORS = dict(zip(OPERATORS, cycle(_PALETTE)))
 _STYLE = """
 :root { color-scheme: light; }
 body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 46rem; padding: 0.8rem; color: #1b1f24; }

@@ -36,13 +36,6 @@ BYTES = {"w8a8": ("int8", False), "w8a8-e4m3": ("e4m3", False), "w8a8-e4m3-g128"
 """Formats of W8A8 -> their codes, and whether these have scales of blocks."""
 
 
-def form_of(operator: str) -> Any:
-    """The family of a format's name."""
-    from terrazzo.nn.formats import FAMILIES, Format
-
-    return FAMILIES[Format.parse(operator).family]
-
-
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.generic_price", description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -55,10 +48,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gpu", help="a target's name, for --compile-only without that GPU")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
+    from terrazzo.nn.formats import Format
+
     options = parser.parse_args(argv)
     options.op = options.op.split(",")
     for name in options.op:
-        if name not in (*PACKED, *BYTES) and not form_of(name).weight_format:
+        if name not in (*PACKED, *BYTES) and not Format.parse(name).product.wide:
             parser.error(f"--op: {name} is no format of 16-bit activations, and none of {', '.join(BYTES)}")
     options.m = tuple(int(m) for m in options.m.split(",")) if options.m else TOKENS
     return options
@@ -85,15 +80,15 @@ def _plan(operator: str, m: int, n: int, k: int, target: Any) -> Any:
     facts = dict(group_size=GROUP, bias=False, target=target, device=target)
     if not operator.startswith("w4a8"):
         from terrazzo.nn.formats import Format
-        from terrazzo.ops.products.codes import get_codes
         from terrazzo.ops.weight_only import op
 
-        weight = form_of(operator).weight_format
-        scale = "float16" if weight in ("u4", "u8") else get_codes(weight).scales[0]
-        group = GROUP if operator == "w4a16" else Format.parse(operator).group_size or k
-        symmetric = weight not in ("u4", "u8") or Format.parse(operator).symmetric
+        form = Format.parse(operator)
+        codes = form.product.codes
+        scale = "float16" if codes.symmetric else codes.scales[0]
+        group = GROUP if operator == "w4a16" else form.group_size or k
+        symmetric = not codes.symmetric or form.symmetric
         facts |= dict(symmetric=symmetric, scale_dtype=scale, dtype="float16", numerics="auto")
-        return op.plan(m, n, k, **facts | dict(group_size=group, weight=weight))
+        return op.plan(m, n, k, **facts | dict(group_size=group, weight=codes.name))
     from terrazzo.ops.w4a8 import op as bytes_op
 
     form = "e4m3" if operator == "w4a8_fp8" else "auto"

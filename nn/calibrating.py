@@ -20,8 +20,6 @@ from terrazzo.ops.formats.kv import FORMATS
 ROWS = 512
 """Activations of a layer that are kept as they are."""
 PAGE = 128
-CALIBRATED = ("w4a16", "w4a8", "w4a8-e4m3", "w4ax")
-"""Families of formats whose quantizers take something from a text."""
 TINY = 2.0**-20
 """The least magnitude that scales are made for: dimensions of zeros get one, too."""
 
@@ -37,12 +35,12 @@ class Seen:
         """What the quantizer of a format makes of it: importance of channels for the search of ranges, and FMPQ's plan
         for W4Ax, a smooth vector for W4A8."""
         importance = self.statistics.mean_square
-        if form.family == "w4ax":
+        if form.product.calibration == "plan":
             return {"plan": w4ax.plan_blocks(self.statistics), "importance": importance}
-        if form.family == "w4a8":
+        if form.product.calibration == "smooth":
             found = w4a8.search_smooth(self.rows, weight.float(), group_size=form.group_size)
             return {"smooth": found.smooth, "importance": importance, "rule": "search"}
-        return {"importance": importance} if form.family in CALIBRATED else {}
+        return {"importance": importance} if form.product.calibration else {}
 
 
 class Calibration:

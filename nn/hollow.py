@@ -81,8 +81,8 @@ def requests(
         made |= dict.fromkeys(kernel_requests(model, tokens, kv=each, **facts))
     layouts = {}
     for layer in packed:
-        two_level = "channel_scales" in layer._facts["tensors"]
-        layouts[layer._family.name] = layer._family.layout(layer._facts, two_level)
+        made = layer._make()
+        layouts[layer.kind.word] = getattr(made, "stacked", made).expected_layout()
     return list(made), layouts
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn import products
-from terrazzo.nn.formats import Format, family_of
+from terrazzo.nn.formats import Format, product_of
 from terrazzo.nn.linear import Linear
 from terrazzo.nn.module import stored_weight
 from terrazzo.ops import weights
@@ -142,7 +142,7 @@ class JoinedLinear(Linear):
         made = Format.parse(format).quantize(
             torch.cat([w.detach() for w in floats]), None if bias is None else bias.detach(), **options
         )
-        family_of(made)
+        product_of(made)
         return cls(made, [len(w) for w in floats])
 
     @classmethod

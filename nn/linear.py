@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn import products
-from terrazzo.nn.formats import FAMILIES, Format, facts_of
+from terrazzo.nn.formats import Format, facts_of, module_of, plain_fields
 from terrazzo.nn.module import PackedModule, stored_weight
 from terrazzo.ops import weights
-from terrazzo.ops.products.codes import get_codes
+from terrazzo.ops.products.planes import UNIT_K, Size
 from torch import nn
 
 
@@ -99,63 +100,39 @@ class Linear(PackedModule):
         for name, features in (("in_features", in_features), ("out_features", out_features)):
             weights.check_count(name, features, "pass a number of features")
         form = Format.parse(format)
-        family, n, k = FAMILIES[form.family], out_features, in_features
-        size = k if form.group_size is None else form.group_size
-        make = lambda shape, kind: torch.empty(shape, dtype=kind, device=device)
-        optional = {"bias": make(n, dtype) if bias else None}
-        facts: dict[str, Any] = {"n": n, "k": k, "group_size": size, "target": target}
-        if family.weight_format:
-            from terrazzo.ops.weight_only.packed import packed_shapes
-
-            if family.choices:  # integers
-                facts |= {"scale_dtype": str(scale_dtype).removeprefix("torch."), "symmetric": form.symmetric}
-                optional["perm"] = make(k, torch.int32) if act_order else None
+        product, n, k = form.product, out_features, in_features
+        codes, size = product.codes, in_features if form.group_size is None else form.group_size
+        if product.planned and target is None:
+            raise ArgumentError("target", None, "W4Ax is packed for a target", "pass 'sm_90a'")
+        scale = str(scale_dtype).removeprefix("torch.") if codes.symmetric else codes.scales[0]
+        if scale not in codes.scales:
+            raise ArgumentError("scale_dtype", scale, f"must be one of {codes.scales}", "pass torch.float16")
+        group = UNIT_K if product.converted and form.group_size is None else size
+        held = min(group, k) if codes.one_group and codes.row_factors else group
+        facts = {
+            "n": n, "k": k, "target": target, "group_size": held,
+            "weight": codes.name, "codes": codes.name, "block": size < k, "scale_dtype": scale,
+            "symmetric": form.symmetric, "blocks8": blocks8, "order": order,
+        }  # fmt: skip
+        own = Size(n, k, group, scale, codes.symmetric and not form.symmetric)
+        vectors = {
+            "bias": (bias, n, dtype), "perm": (act_order, k, torch.int32), "smooth": (smooth, k, torch.float32),
+            "permutation": (bool(order), own.units * UNIT_K, torch.int32),
+            "channel_scales": (two_level, own.rows, torch.float32),
+        }  # fmt: skip
+        shapes, tensors = product.shapes(own), {}
+        for plane in product.planes:
+            if plane.name in shapes:
+                has, shape, kind = True, shapes[plane.name], getattr(torch, plane.dtype)
             else:
-                facts |= {"weight": family.weight_format, "group_size": size if not family.one_group else min(size, k)}
-                facts["scale_dtype"] = get_codes(family.weight_format).scales[0]
-            known = dict(scale_dtype=facts["scale_dtype"], symmetric=facts.get("symmetric", True))
-            both = packed_shapes(n, k, group_size=size, weight=family.weight_format, **known)
-            shapes, kinds = dict(zip(("words", "params"), both)), {"words": torch.int32, "params": torch.uint8}
-        elif form.family == "w4ax":
-            from terrazzo.ops.w4ax.format import ROWS, UNIT_WORDS
-
-            del facts["group_size"]
-            if target is None:
-                raise ArgumentError("target", None, "W4Ax is packed for a target", "pass 'sm_90a'")
-            facts |= {"blocks8": blocks8, "order": order}
-            blocks, rows = -(-k // 128), -(-n // ROWS)
-            shapes, kinds = {"words": (blocks, rows, UNIT_WORDS)}, {"words": torch.int32}
-            optional["permutation"] = make(blocks * 128, torch.int32) if order else None
-            optional["channel_scales"] = make(rows * ROWS, torch.float32) if two_level else None
-        elif family.codes:
-            from terrazzo.ops.w4a8.w8a8.format import packed_shapes as shapes_of
-
-            facts = {"n": n, "k": k, "target": target, "codes": family.codes}
-            facts["block"] = form.group_size is not None and k > form.group_size  # as QuantizedWeight reads them
-            both = shapes_of(n, k, family.codes, facts["block"])
-            shapes = dict(zip(("words", "scales"), both))
-            kinds = {"words": torch.int32, "scales": torch.float32}
-            optional["smooth"] = make(k, torch.float32) if smooth else None
-        else:
-            size = facts["group_size"] = 128 if form.group_size is None else size
-            unit = _unit(form.family, size)
-            shapes = {"words": unit.shape(n, k), "channel_scales": unit.padded(n, k)[:1]}
-            kinds = {"words": torch.int32, "channel_scales": torch.float32}
-            optional["smooth"] = make(k, torch.float32) if smooth else None
-        tensors = {name: make(shape, kinds[name]) for name, shape in shapes.items()}
-        layout = family.layout(facts, two_level)
-        return cls(family.weight(**tensors, **optional, **facts, layout=layout))
+                has, shape, kind = vectors[plane.name]
+            tensors[plane.name] = torch.empty(shape, dtype=kind, device=device) if has else None
+        plain = {name: facts[name] for name in plain_fields(product) if name in facts}
+        made = module_of(product).PackedWeight(**tensors, **plain, layout="")
+        return cls(replace(made, layout=made.expected_layout()))
 
     def forward(self, x: products.Activations, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """y [..., out_features]; `out_dtype` is that of y where x was quantized before, float16 unless given."""
         x = products.autocast(x)
         found = self.on_cpu(x, out_dtype)
         return products.gemm(x, self.packed, out_dtype) if found is None else found
-
-
-def _unit(family: str, group_size: int) -> Any:
-    if family == "w4a8":
-        from terrazzo.ops.w4a8.format import unit_layout
-    else:
-        from terrazzo.ops.w4a8.fp8_format import unit_layout
-    return unit_layout(group_size)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn import cpu, formats, products
-from terrazzo.nn.formats import FAMILIES, VECTORS, Format
+from terrazzo.nn.formats import VECTORS, Format
 from terrazzo.ops import grouped, launching, weights
 from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.products.table import BY_WORD
 from terrazzo.ops.weight import files
 from torch import nn
 
@@ -32,12 +33,12 @@ class PackedModule(nn.Module):
         grouped = isinstance(packed, GroupedWeight)
         one = packed.stacked if grouped else packed
         self._facts = formats.facts_of(one) | ({"experts": len(packed)} if grouped else {})
-        self._family = formats.family_of(one)
+        self.kind = formats.product_of(one)
         buffers = {"weight_format": formats.encoded(self._facts).to(one.words.device)}
-        buffers |= {name: getattr(one, name) for name in self._family.names}
+        buffers |= {name: getattr(one, name) for name in formats.tensors_of(self.kind)}
         for name in sorted(buffers, key=lambda name: buffers[name] is None):  # torch.export counts buffers up to None
             self.register_buffer(name, buffers[name])
-        self._type, self._plain = type(one), {name: getattr(one, name) for name in formats.plain_fields(self._family)}
+        self._type, self._plain = type(one), {name: getattr(one, name) for name in formats.plain_fields(self.kind)}
         self._kept: tuple[tuple, Any] | None = None
         self._dense: tuple[Any, tuple, dict] | None = None
 
@@ -113,7 +114,7 @@ class PackedModule(nn.Module):
 
     def _make(self) -> Any:
         """The weight over the buffers."""
-        weight = self._type(**{name: self._buffers[name] for name in self._family.names}, **self._plain)
+        weight = self._type(**{name: self._buffers[name] for name in formats.tensors_of(self.kind)}, **self._plain)
         return GroupedWeight(weight) if "experts" in self._facts else weight
 
     def _check(self, made: Any) -> None:
@@ -127,7 +128,7 @@ class PackedModule(nn.Module):
         if isinstance(made, GroupedWeight):
             made.check()
             return
-        made.check_layout(self._family.layout(self._facts, "channel_scales" in self._facts["tensors"]), "words")
+        made.check_layout(made.expected_layout(), "words")
         made.check_sizes()
         weights.check_vectors(made)
 
@@ -151,7 +152,7 @@ class PackedModule(nn.Module):
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
         noted = state_dict.get(f"{prefix}weight_format")
-        given = [name for name in self._family.names if f"{prefix}{name}" in state_dict]
+        given = [name for name in formats.tensors_of(self.kind) if f"{prefix}{name}" in state_dict]
         if noted is None and given:
             constraint = f"must name the format of {', '.join(given)}"
             raise ArgumentError(f"{prefix}weight_format", None, constraint, "save the state of a terrazzo module")
@@ -170,7 +171,7 @@ class PackedModule(nn.Module):
     @property
     def takes_norm(self) -> bool:
         """Whether activations are quantized for the weight, in a kernel that can take RMSNorm in."""
-        return self._family.quantizes_activations
+        return not self.kind.wide
 
     @property
     def format(self) -> Format:
@@ -209,15 +210,15 @@ def stored_weight(state: Mapping[str, torch.Tensor], prefix: str = "") -> Any:
         found = sorted(key for key in state if key.startswith(prefix))[:6]
         raise ArgumentError(name, None, "must be in the state", f"pass the prefix of a module; it has {found}")
     facts = formats.decoded(state[name], name)
-    family = FAMILIES[facts["family"]]
-    plain = {field: facts[field] for field in formats.plain_fields(family) if field in facts}
+    product = BY_WORD[facts["family"]]
+    plain = {field: facts[field] for field in formats.plain_fields(product) if field in facts}
     tensors, held = {}, facts["tensors"]
-    for field in family.names:
+    for field in formats.tensors_of(product):
         tensors[field] = state.get(f"{prefix}{field}")
         if (tensors[field] is None) == (field in held):
             seen = None if tensors[field] is None else "given"
             raise ArgumentError(f"{prefix}{field}", seen, f"its format names {held}", "save it again")
-    weight = files.made_of(family.weight, tensors, lambda: plain, name, "other bytes")
+    weight = files.made_of(formats.module_of(product).PackedWeight, tensors, lambda: plain, name, "other bytes")
     made = GroupedWeight(weight) if "experts" in facts else weight
     if not weight.words.is_meta:
         try:

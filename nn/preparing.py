@@ -11,7 +11,6 @@ from terrazzo.lowering.targets import Target
 from terrazzo.nn import between
 from terrazzo.nn.attention import Attention
 from terrazzo.nn.experts import GroupedLinear
-from terrazzo.nn.formats import FAMILIES
 from terrazzo.nn.linear import Linear
 from terrazzo.nn.mlp import SparseMLP
 from terrazzo.nn.module import PackedModule
@@ -24,7 +23,6 @@ from torch import nn
 
 __all__ = ["kernel_requests"]
 
-_OPERATORS = {"w4a8-e4m3": "w4a8_fp8", "mxfp4-e4m3": "mxfp4_fp8"}
 DTYPES = ("float16", "bfloat16")
 
 
@@ -78,10 +76,10 @@ def kernel_requests(
     serving = Serving(at, form, m=m)
     for kind, top_k in dict.fromkeys(_kinds(model)):
         made |= dict.fromkeys(model_requests.layer_requests(kind, serving, top_k))
-    of_bytes = {f"{it._facts} {top_k}": (it, top_k) for it, top_k in _products(model) if _is_of_bytes(it)}
+    of_bytes = {f"{it._facts} {top_k}": (it, top_k) for it, top_k in _products(model) if it.kind.direct}
     for module, top_k in of_bytes.values():
         made |= dict.fromkeys(_of_bytes(module, m, top_k, form, at))
-    of_blocks = {f"{it._facts} {top_k}": (it, top_k) for it, top_k in _products(model) if _is_of_blocks(it)}
+    of_blocks = {f"{it._facts} {top_k}": (it, top_k) for it, top_k in _products(model) if it.kind.planned}
     for module, top_k in of_blocks.values():
         made |= dict.fromkeys(_of_blocks(module, m, top_k, form, at))
     formats = kv or next((it.formats for it in model.modules() if hasattr(it, "formats")), None)
@@ -106,21 +104,11 @@ def _kinds(model: nn.Module) -> Iterator[tuple[Kind, int]]:
     """Each layer but those of W8A8 and W4Ax as `model_requests` knows it, and how many experts a token takes."""
     for module, top_k in _products(model):
         facts = module._facts
-        if _is_of_bytes(module) or _is_of_blocks(module):
+        if module.kind.direct or module.kind.planned:
             continue
-        operator = _OPERATORS.get(facts["family"], facts["family"])
-        yield (
-            Kind(
-                operator, "", facts["n"], facts["k"], facts.get("group_size", 128), facts.get("symmetric", False),
-                facts.get("scale_dtype", "float32"), module.bias is not None, facts.get("experts", 0),
-            ),
-            top_k,
-        )  # fmt: skip
-
-
-def _is_of_bytes(module: Linear | GroupedLinear) -> bool:
-    """Whether its weight is W8A8's."""
-    return bool(FAMILIES[module._facts["family"]].codes)
+        own = (facts.get("group_size", 128), facts.get("symmetric", False), facts.get("scale_dtype", "float32"))
+        more = (module.bias is not None, facts.get("experts", 0))
+        yield Kind(module.kind.record, "", facts["n"], facts["k"], *own, *more), top_k
 
 
 def _of_bytes(
@@ -140,11 +128,6 @@ def _of_bytes(
     # gate and up quantize tokens ahead of their routing, down behind it
     rows = all_tokens(experts) if m is None else launching.tokens_of((*m, *routed))
     return found + w8a8_op.quantizers(k, **form, **before, m=rows, dtype=dtype, target=target)
-
-
-def _is_of_blocks(module: Linear | GroupedLinear) -> bool:
-    """Whether its weight is W4Ax's, whose plan is the layer's own."""
-    return module._facts["family"] == "w4ax"
 
 
 def _of_blocks(

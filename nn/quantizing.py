@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn import folders, loading, reading
-from terrazzo.nn.calibrating import CALIBRATED, Calibration
+from terrazzo.nn.calibrating import Calibration
 from terrazzo.nn.formats import Format
 from terrazzo.nn.joined import rows_of
 from terrazzo.nn.quantized_folder import QuantizedFolder, digest_of, read_files
 from terrazzo.nn.sources import Published
 from terrazzo.ops import weights
 from terrazzo.ops.checkpoints import Checkpoint
+from terrazzo.ops.products.table import PRODUCTS
 
 TEXT = "pass token numbers of some text, or to the command a file of text"
 _CHUNK = {"cpu": 1 << 17, "cuda": 1 << 22}  # values whose error is computed at a time: bounds what float64 takes
@@ -69,7 +70,7 @@ def quantize_folder(
         ToolchainError: transformers is not installed.
     """
     form = Format.parse(format)
-    if form.family == "w4ax" and calibration is None:
+    if form.product.calibration == "plan" and calibration is None:
         raise ArgumentError("calibration", None, f"{form} needs to see activations", TEXT)
     causal, to = loading.transformers_side(), reading.device_of(device)
     opened = causal.Opened(source, to, dtype=dtype, kv=kv, trust_remote_code=trust_remote_code)
@@ -78,14 +79,15 @@ def quantize_folder(
     found, formats, shape = opened.dtype, opened.formats, opened.shape
     if calibration is None and (static := reading.needs_scales(formats)):
         raise ArgumentError("calibration", None, f"kv={static[0]!r} needs to see keys and values", TEXT)
-    if calibration is not None and not (form.family in CALIBRATED or reading.needs_scales(formats)):
-        constraint = f"{form} takes nothing from a text: {', '.join(CALIBRATED)} do, and static formats of kv"
+    if calibration is not None and not (form.product.calibration or reading.needs_scales(formats)):
+        others = ", ".join(one.word for one in PRODUCTS if one.calibration)
+        constraint = f"{form} takes nothing from a text: {others} do, and static formats of kv"
         raise ArgumentError("calibration", "a text", constraint, "leave it out, or name another format")
     checkpoint = Checkpoint(source)
     if checkpoint.layers():
         raise ArgumentError("source", str(source), "has quantized layers already", "terrazzo.load reads them")
     folder = weights.path_of(out)
-    if form.family == "w4a8":
+    if form.product.calibration == "smooth":
         options = {"rule": "search"} | dict(options or {})
     settings = {
         "format": str(form), "dtype": reading.weights_name(found), "options": digest_of(dict(options or {})),

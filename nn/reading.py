@@ -13,7 +13,7 @@ import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.nn import foreign
-from terrazzo.nn.formats import FAMILIES, Format
+from terrazzo.nn.formats import Format
 from terrazzo.nn.parallel import TensorParallel
 from terrazzo.nn.sources import Published, Report
 from terrazzo.ops import weights
@@ -110,7 +110,7 @@ class Asked:
         if self.format is not None and not source.layers:
             remedy = 'leave it out; quantize="w4a16-g128" packs float layers'
             raise ArgumentError("format", self.format, "is of quantized layers, and the folder has none", remedy)
-        if form is not None and self.weight_only and FAMILIES[form.family].quantizes_activations:
+        if form is not None and self.weight_only and not form.product.wide:
             constraint = f"keeps activations in 16 bits, and quantize={str(form)!r} quantizes them"
             raise ArgumentError("weight_only", True, constraint, "pass one of the two, or quantize='w4a16-g128'")
 

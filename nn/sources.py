@@ -325,7 +325,7 @@ class Published(Source):
 
     def _shared_plan(self, experts: Iterable[torch.Tensor]) -> dict[str, Any]:
         """The option that experts share: W4Ax's plan, of the largest magnitudes in the columns of their weights."""
-        if self.quantize is None or self.quantize.family != "w4ax" or "plan" in self.options:
+        if self.quantize is None or not self.quantize.product.planned or "plan" in self.options:
             return {}
         largest: torch.Tensor | None = None
         for weight in experts:
@@ -434,7 +434,7 @@ def quantized(
 ) -> Any:
     """The packed weight of a float one, with what the format wants of a model's dtype."""
     given = dict(options) | ({} if target is None else {"target": target})
-    if form.family == "w4a16":
+    if form.product.codes.symmetric:
         given.setdefault("scale_dtype", dtype)
     try:
         return form.quantize(weight, bias, **given)

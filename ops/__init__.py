@@ -47,22 +47,5 @@ if TYPE_CHECKING:
 else:
     __getattr__, __dir__ = lazy.attach(
         __name__,
-        {
-            "activation": "activation",
-            "attention": "attention",
-            "checkpoints": "checkpoints",
-            "fp8": "fp8",
-            "moe": "moe",
-            "mxfp4": "mxfp4",
-            "mxfp4_fp8": "mxfp4_fp8",
-            "norm": "norm",
-            "nvfp4": "nvfp4",
-            "registry": "registry",
-            "rope": "rope",
-            "w4a16": "w4a16",
-            "w4a8": "w4a8",
-            "w4ax": "w4ax",
-            "w8a16": "w8a16",
-            "w8a8": "w8a8",
-        },
+        {name: name for name in __all__},
     )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import launching, weights
+from terrazzo.ops.products.table import PRODUCTS
 from terrazzo.ops.shards import Sharded
 from terrazzo.ops.weight import files
 from terrazzo.ops.weight.base import Packed
@@ -26,8 +27,7 @@ PER_EXPERT = ("words", "params", "scales", "channel_scales", "bias")
 """Tensors of a packed weight that each expert has of its own."""
 MOST_EXPERTS = 1024
 """Their table, 8 bytes each, lies in shared memory beside the ring: schedules of all sizes leave it room."""
-_NAMES = ("w4a16", "w4a8", "w4a8.fp8", "w4ax", "w8a16", "w8a8", "mxfp4", "mxfp4_fp8", "nvfp4", "fp8")
-FAMILIES = tuple(f"{family}.PackedWeight" for family in _NAMES)
+FAMILIES = tuple(dict.fromkeys(f"{one.module}.PackedWeight" for one in PRODUCTS))
 _GROUPED = "/grouped"
 """Behind the version that a single weight's file has."""
 

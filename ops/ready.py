@@ -9,7 +9,8 @@ from itertools import product
 from terrazzo.lowering.targets import TARGET_NAMES, Target
 from terrazzo.ops import model_requests
 from terrazzo.ops.model_requests import Plan, Serving, Weights
-from terrazzo.ops.registry import REGISTRY
+from terrazzo.ops.products import converted, wide
+from terrazzo.ops.products.table import BY_RECORD, PRODUCTS
 from terrazzo.ops.weight_only import op
 
 
@@ -36,24 +37,20 @@ SERVED = ("llama-3.1-8b", "qwen3-8b", "mistral-7b", "llama-3.2-3b")
 USUAL = SERVED[:3]
 """Of these, those that are served in rarer forms, too."""
 EXPERTS = ("mixtral-8x7b", "qwen3-30b-a3b")
-LEFT_OUT = {
-    "w8a8": "no model of the table's has it",
-    "w4ax": "research: its activations are mixed in a layer's own proportion",
-    "mxfp4": "one model of the table's has it", "mxfp4_fp8": "the same", "w8a16": "the same", "nvfp4": "the same",
-}  # fmt: skip
+LEFT_OUT = {one.root: one.wheel for one in PRODUCTS if one.wheel}
 """Operators of the registry without kernels in the wheel, and why: they are compiled, or prepared."""
 ALONG = ("norm", "activation", "rope")
 """Operators whose kernels come with a model's linear layers."""
 PARTS = (
-    Part("w4a16", SERVED, (128,)),
-    Part("w4a16", USUAL, (128,), symmetric=True),
-    Part("w4a16", USUAL, (64,)),
-    Part("w4a16", USUAL[:1], (0,), symmetric=True),  # checkpoints with a scale for each row have no zero points
-    Part("w4a8", USUAL[:2], (128, 64)),
-    Part("w4a8_fp8", USUAL[:2], (128,)),
-    Part("w4a16", EXPERTS, (128,)),
-    Part("w4a16", EXPERTS[1:], (128,), symmetric=True),
-    Part("fp8", USUAL[:2], (128, 0)),
+    Part(wide.W4A16.record, SERVED, (128,)),
+    Part(wide.W4A16.record, USUAL, (128,), symmetric=True),
+    Part(wide.W4A16.record, USUAL, (64,)),
+    Part(wide.W4A16.record, USUAL[:1], (0,), symmetric=True),  # with a scale for each row they have none
+    Part(converted.W4A8.record, USUAL[:2], (128, 64)),
+    Part(converted.W4A8_FP8.record, USUAL[:2], (128,)),
+    Part(wide.W4A16.record, EXPERTS, (128,)),
+    Part(wide.W4A16.record, EXPERTS[1:], (128,), symmetric=True),
+    Part(wide.FP8.record, USUAL[:2], (128, 0)),
     Part("attention", SERVED, kv=(("int4", "int4"), ("int8", "int8"), ("fp8", "fp8"))),
 )
 
@@ -79,10 +76,8 @@ def devices(target: Target) -> list[Target]:
 
 
 def runs(operator: str, target: Target) -> bool:
-    """Whether the registry has an operator for a target's architecture."""
-    family, fp8 = operator.removesuffix("_fp8"), operator.endswith("_fp8")
-    entries = [it for it in REGISTRY if it.operator == family and (not fp8 or "e4m3" in it.numerics)]
-    return any(target.arch in it.targets for it in entries)
+    """Whether an operator has a program for a target's architecture; attention has one for each."""
+    return operator not in BY_RECORD or BY_RECORD[operator].on(target.arch) is not None
 
 
 def plans(part: Part, target: Target) -> Iterator[Plan]:

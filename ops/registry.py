@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import CAPABILITIES
-from terrazzo.ops.products.codes import WIDE
-from terrazzo.ops.products.ways import numerics_of
+from terrazzo.ops.products import converted, direct, mixed, wide
+from terrazzo.ops.products.codes import HALVES
+from terrazzo.ops.products.product import Product
 
 __all__ = [
     "REGISTRY",
@@ -69,113 +70,21 @@ def _targets(sm_80: str = "ptx-tested") -> dict[str, str]:
     return {arch: ran.get(arch, "compiled") for arch in CAPABILITIES}
 
 
-def _w4a16(format: str, source: str, scales: tuple[str, ...], notes: str) -> Support:
+def _linear(
+    product: Product, format: str, source: str, notes: str, zeros: tuple[str, ...] = (), numerics: tuple[str, ...] = ()
+) -> Support:
+    """zeros: other than those of the product's codes. numerics: more than the product's."""
+    codes = product.codes
     return Support(
-        operator="w4a16",
+        operator=product.root,
         format=format,
-        source=f"terrazzo.ops.w4a16.{source}",
-        groups=(32, 64, 128, "K"),
-        zeros=("asymmetric", "symmetric"),
-        activations=("float16", "bfloat16"),
-        scales=scales,
-        numerics=("exact", "fused", "post"),
-        targets=_targets(),
-        notes=notes,
-    )
-
-
-def _w8a16(format: str, source: str, notes: str) -> Support:
-    form = WIDE["u8"]
-    return Support(
-        operator="w8a16",
-        format=format,
-        source=f"terrazzo.ops.w8a16.{source}",
-        groups=(*form.groups, "K"),
-        zeros=("asymmetric", "symmetric"),
-        activations=("float16", "bfloat16"),
-        scales=form.scales,
-        numerics=numerics_of(form),
-        targets=_targets(),
-        notes=notes,
-    )
-
-
-_ALL_SCALES = ("float16", "bfloat16", "float32")
-
-
-def _w4a8(format: str, source: str, zeros: tuple[str, ...], notes: str) -> Support:
-    return Support(
-        operator="w4a8",
-        format=format,
-        source=f"terrazzo.ops.w4a8.{source}",
-        groups=(32, 64, 128),
-        zeros=zeros,
-        activations=("int8", "float16", "bfloat16"),
-        scales=("float32",),
-        numerics=("xor", "unsigned"),
-        targets=_targets(),
-        notes=notes,
-    )
-
-
-def _w4a8_fp8(format: str, source: str, notes: str) -> Support:
-    return Support(
-        operator="w4a8",
-        format=format,
-        source=f"terrazzo.ops.w4a8.fp8.{source}",
-        groups=(32, 64, 128, "K"),
-        zeros=("symmetric",),
-        activations=("float8_e4m3fn", "float16", "bfloat16"),
-        scales=("float16", "bfloat16"),
-        numerics=("e4m3",),
-        targets={"sm_89": "compiled", "sm_90a": "tested", "sm_120a": "compiled"},
-        notes=notes,
-    )
-
-
-def _mxfp4_fp8(format: str, source: str, notes: str) -> Support:
-    return Support(
-        operator="mxfp4_fp8",
-        format=format,
-        source=f"terrazzo.ops.mxfp4_fp8.{source}",
-        groups=WIDE["mxfp4"].groups,
-        zeros=("symmetric",),
-        activations=("float8_e4m3fn", "float16", "bfloat16"),
-        scales=WIDE["mxfp4"].scales,
-        numerics=("e2m1",),
-        targets={"sm_89": "compiled", "sm_90a": "tested", "sm_120a": "compiled"},
-        notes=notes,
-    )
-
-
-def _w8a8(format: str, source: str, codes: str, groups: tuple[int | str, ...], notes: str) -> Support:
-    int8 = codes == "int8"
-    return Support(
-        operator="w8a8",
-        format=format,
-        source=f"terrazzo.ops.w8a8.{source}",
-        groups=groups,
-        zeros=("symmetric",),
-        activations=("int8" if int8 else "float8_e4m3fn", "float16", "bfloat16"),
-        scales=("float32",),
-        numerics=() if int8 else ("promoted", "fast"),
-        targets=_targets("compiled") if int8 else {"sm_89": "compiled", "sm_90a": "tested", "sm_120a": "compiled"},
-        notes=notes,
-    )
-
-
-def _small_float(operator: str, format: str, source: str, notes: str) -> Support:
-    form = WIDE[operator]
-    return Support(
-        operator=operator,
-        format=format,
-        source=f"terrazzo.ops.{operator}.{source}",
-        groups=(*form.groups, *(["K"] if form.one_group else [])),
-        zeros=("symmetric",),
-        activations=("bfloat16", "float16"),
-        scales=form.scales,
-        numerics=numerics_of(form),
-        targets=_targets(),
+        source=f"terrazzo.ops.{product.module}.{source}",
+        groups=(*codes.groups, *["K"] * codes.one_group),
+        zeros=zeros or ("asymmetric", "symmetric")[not codes.symmetric :],
+        activations=(*[product.x.code] * (not product.wide), *HALVES),
+        scales=codes.scales,
+        numerics=(*product.numerics, *numerics),
+        targets=product.targets,
         notes=notes,
     )
 
@@ -219,65 +128,69 @@ def _channel(bits: int, group: int) -> Support:
 
 
 REGISTRY: tuple[Support, ...] = (
-    _w4a16("awq", "from_awq", _ALL_SCALES, "version gemm; auto-round's auto_awq"),
-    _w4a16("gptq", "from_gptq", _ALL_SCALES, "v1: zero points stored minus one; act-order; auto-round's auto_gptq"),
-    _w4a16("gptq_v2", "from_gptq", _ALL_SCALES, "act-order; auto-round's own"),
-    _w4a16("compressed_tensors", "from_compressed_tensors", _ALL_SCALES, "pack-quantized; actorder"),
-    _w4a16("rtn", "quantize", _ALL_SCALES, "float weight, round to nearest with searched clipping"),
-    _w8a16("gptq", "from_gptq", "8 bits; v1: zero points stored minus one; act-order; auto-round's auto_gptq"),
-    _w8a16("gptq_v2", "from_gptq", "8 bits; act-order; auto-round's own"),
-    _w8a16(
-        "compressed_tensors", "from_compressed_tensors", "8 bits; pack-quantized, and int-quantized with x in 16 bits"
+    _linear(wide.W4A16, "awq", "from_awq", "version gemm; auto-round's auto_awq"),
+    _linear(wide.W4A16, "gptq", "from_gptq", "v1: zero points stored minus one; act-order; auto-round's auto_gptq"),
+    _linear(wide.W4A16, "gptq_v2", "from_gptq", "act-order; auto-round's own"),
+    _linear(wide.W4A16, "compressed_tensors", "from_compressed_tensors", "pack-quantized; actorder"),
+    _linear(wide.W4A16, "rtn", "quantize", "float weight, round to nearest with searched clipping"),
+    _linear(
+        wide.W8A16, "gptq", "from_gptq", "8 bits; v1: zero points stored minus one; act-order; auto-round's auto_gptq"
     ),
-    _w8a16("rtn", "quantize", "float weight, round to nearest"),
-    _small_float("mxfp4", "gpt_oss", "from_gpt_oss", "experts; gate and up rows interleaved or not"),
-    _small_float("mxfp4", "compressed_tensors", "from_compressed_tensors", "mxfp4-pack-quantized"),
-    _small_float("mxfp4", "rtn", "quantize", "float weight, round to nearest, the better of two powers of two"),
-    _small_float("nvfp4", "modelopt", "from_modelopt", "NVFP4 and W4A16_NVFP4: weight_scale_2"),
-    _small_float("nvfp4", "compressed_tensors", "from_compressed_tensors", "nvfp4-pack-quantized"),
-    _small_float("nvfp4", "rtn", "quantize", "float weight, round to nearest"),
-    _small_float("fp8", "compressed_tensors", "from_checkpoint", "float-quantized: tensor, channel or block scales"),
-    _small_float("fp8", "fp8", "from_checkpoint", "quant_method fp8 and fbgemm_fp8: weight_scale, weight_scale_inv"),
-    _small_float("fp8", "rtn", "quantize", "float weight, scales of the tensor, of rows or of blocks"),
-    _w4a8("qserve", "from_qserve", ("asymmetric",), "per group and per channel, exact"),
-    _w4a8(
+    _linear(wide.W8A16, "gptq_v2", "from_gptq", "8 bits; act-order; auto-round's own"),
+    _linear(
+        wide.W8A16,
         "compressed_tensors",
         "from_compressed_tensors",
-        ("asymmetric", "symmetric"),
-        "int-quantized and pack-quantized; free group scales only with requantize=True",
+        "8 bits; pack-quantized, and int-quantized with x in 16 bits",
     ),
-    _w4a8("rtn", "quantize", ("asymmetric",), "float weight, two levels; smooth vectors"),
-    _w4a8_fp8("compressed_tensors_e4m3", "from_compressed_tensors", "pack-quantized and int-quantized, exact"),
-    _w4a8_fp8("rtn_e4m3", "quantize", "float weight, searched scales; smooth vectors"),
-    _mxfp4_fp8("gpt_oss", "from_gpt_oss", "experts; gate and up rows interleaved or not"),
-    _mxfp4_fp8("compressed_tensors", "from_compressed_tensors", "mxfp4-pack-quantized, exact"),
-    _mxfp4_fp8("rtn", "quantize", "float weight, round to nearest, the better of two powers of two"),
-    _w8a8(
+    _linear(wide.W8A16, "rtn", "quantize", "float weight, round to nearest"),
+    _linear(wide.MXFP4, "gpt_oss", "from_gpt_oss", "experts; gate and up rows interleaved or not"),
+    _linear(wide.MXFP4, "compressed_tensors", "from_compressed_tensors", "mxfp4-pack-quantized"),
+    _linear(wide.MXFP4, "rtn", "quantize", "float weight, round to nearest, the better of two powers of two"),
+    _linear(wide.NVFP4, "modelopt", "from_modelopt", "NVFP4 and W4A16_NVFP4: weight_scale_2"),
+    _linear(wide.NVFP4, "compressed_tensors", "from_compressed_tensors", "nvfp4-pack-quantized"),
+    _linear(wide.NVFP4, "rtn", "quantize", "float weight, round to nearest"),
+    _linear(wide.FP8, "compressed_tensors", "from_checkpoint", "float-quantized: tensor, channel or block scales"),
+    _linear(wide.FP8, "fp8", "from_checkpoint", "quant_method fp8 and fbgemm_fp8: weight_scale, weight_scale_inv"),
+    _linear(wide.FP8, "rtn", "quantize", "float weight, scales of the tensor, of rows or of blocks"),
+    _linear(converted.W4A8, "qserve", "from_qserve", "per group and per channel, exact", zeros=("asymmetric",)),
+    _linear(
+        converted.W4A8,
+        "compressed_tensors",
+        "from_compressed_tensors",
+        "int-quantized and pack-quantized; free group scales only with requantize=True",
+        zeros=("asymmetric", "symmetric"),
+    ),
+    _linear(converted.W4A8, "rtn", "quantize", "float weight, two levels; smooth vectors", zeros=("asymmetric",)),
+    _linear(
+        converted.W4A8_FP8,
+        "compressed_tensors_e4m3",
+        "from_compressed_tensors",
+        "pack-quantized and int-quantized, exact",
+    ),
+    _linear(converted.W4A8_FP8, "rtn_e4m3", "quantize", "float weight, searched scales; smooth vectors"),
+    _linear(converted.MXFP4_FP8, "gpt_oss", "from_gpt_oss", "experts; gate and up rows interleaved or not"),
+    _linear(converted.MXFP4_FP8, "compressed_tensors", "from_compressed_tensors", "mxfp4-pack-quantized, exact"),
+    _linear(converted.MXFP4_FP8, "rtn", "quantize", "float weight, round to nearest, the better of two powers of two"),
+    _linear(
+        direct.W8A8,
         "rtn",
         "quantize",
-        "int8",
-        ("K",),
         "float weight, load_layer of int-quantized; x by token or static, with zero points or without",
     ),
-    _w8a8(
+    _linear(
+        direct.W8A8_FP8,
         "rtn_e4m3",
         "quantize",
-        "e4m3",
-        (128, "K"),
         "float weight, load_layer of fp8 files; x by token, static, or by 128 columns in blocks",
     ),
-    Support(
-        operator="w4ax",
-        format="rtn",
-        source="terrazzo.ops.w4ax.quantize",
-        groups=(128,),
-        zeros=("symmetric",),
-        activations=("int4+int8", "float16", "bfloat16"),
-        scales=("bfloat16",),
-        numerics=("two_level", "block", "token", "static"),
-        targets={"sm_80": "ptx-tested", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "tested"},
-        notes="float weight, searched clipping; two-level scales, or one for each block; FMPQ blocks of INT4 and INT8 "
+    _linear(
+        mixed.W4AX,
+        "rtn",
+        "quantize",
+        "float weight, searched clipping; two-level scales, or one for each block; FMPQ blocks of INT4 and INT8 "
         "activations; sm_90a: emulated on int8",
+        numerics=("token", "static"),
     ),
     _attention("float16", "none", "none", "none", "keys and values"),
     _attention("bfloat16", "none", "none", "none", "keys and values"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,19 +72,7 @@ _FOLDER = click.Path(exists=True, path_type=Path)
 @click.option("--workers", type=COUNT, help="Processes. Default: one for each CPU.")
 @click.option("--dry-run", is_flag=True, help="Only what would be compiled, and about how long it takes.")
 @json_option
-def compile_command(
-    folders: tuple[Path, ...],
-    models: tuple[str, ...],
-    shapes: tuple[tuple[int, int], ...],
-    target: str | None,
-    output: Path | None,
-    replace: bool,
-    wheel: Path | None,
-    workers: int | None,
-    dry_run: bool,
-    as_json: bool,
-    **options: Any,
-) -> None:
+def compile_command(**given: Any) -> None:
     """Compile kernels without a GPU and report what the compiler made of them.
 
     FOLDER is a Hugging Face folder: everything that serving it needs is compiled, with the dtypes and zero points that
@@ -97,23 +85,28 @@ def compile_command(
     """
     from terrazzo.lowering.targets import Target
 
-    published = wheel is not None and not (folders or models or shapes or options["op"])
-    _check_options(options, bool(folders or models or published), bool(shapes))
-    at, wanted = Target.parse(target), _Wanted()
-    check_output(output, replace)
-    check_writable("--wheel", wheel)
-    if published:
+    options = Options(**given)
+    _check_options(options)
+    at, wanted = Target.parse(options.target), _Wanted()
+    check_output(options.output, options.replace)
+    check_writable("--wheel", options.wheel)
+    if options.published:
         _add_published(wanted, at)
-    for source in (*folders, *models):
+    for source in options.sources:
         _add_model(wanted, source, at, options)
-    if shapes or (options["op"] == "attention" and not (folders or models)):
-        _add_named(wanted, shapes, at, options)
-    requests = list(wanted.requests)
+    if options.shapes or (options.op == "attention" and not options.sources):
+        _add_named(wanted, at, options)
+    _build(wanted, at, options)
+
+
+def _build(wanted: _Wanted, at: Target, options: Options) -> None:
+    """Compile what is wanted, write what the options ask for, and say what came of it."""
+    output, wheel, requests = options.output, options.wheel, list(wanted.requests)
     if not requests:
         raise click.UsageError("nothing to compile: every part was left out, " + "; ".join(wanted.skipped.values()))
-    if dry_run:
-        return _show_dry_run(wanted, at, workers, as_json)
-    build = Build(requests, workers)
+    if options.dry_run:
+        return _show_dry_run(wanted, at, options)
+    build = Build(requests, options.workers)
     outcomes = build.run()
     kernels = [describe(request, outcome) for request, outcome in zip(requests, outcomes)]
     failed = [outcome for outcome in outcomes if isinstance(outcome, CompileError)]
@@ -121,12 +114,12 @@ def compile_command(
     if output is not None and not failed:
         from terrazzo.lowering.bundle import write_bundle
 
-        bundle = write_bundle(output, requests, layouts=wanted.layouts, replace=replace)
+        bundle = write_bundle(output, requests, layouts=wanted.layouts, replace=options.replace)
     if wheel is not None and not failed:
         from terrazzo.lowering.wheel_file import write_wheel
 
         file = write_wheel(wheel, requests, layouts=wanted.layouts)
-    if as_json:
+    if options.as_json:
         facts = {"target": at.arch, "bundle": bundle and str(bundle), "wheel": file and str(file)}
         facts |= {"skipped": wanted.skipped, **build.facts()}
         print_json(facts | {"kernels": kernels})
@@ -145,6 +138,49 @@ def compile_command(
             what = "bundle" if wheel is None else "wheel"
             click.echo(f"terrazzo: no {what} was written, {len(failed)} of {len(requests)} kernels failed", err=True)
         raise click.exceptions.Exit(1)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What stands on the command line, by the names of its parameters."""
+
+    folders: tuple[Path, ...]
+    models: tuple[str, ...]
+    shapes: tuple[tuple[int, int], ...]
+    op: str | None
+    target: str | None
+    tensor_parallel: int
+    max_tokens: int | None
+    kv: tuple[Any, ...]
+    caches: tuple[str, ...]
+    ms: tuple[int, ...] | None
+    dtype: str | None
+    group: str | None
+    symmetric: bool
+    scale_dtype: str | None
+    numerics: str
+    dequantization: str
+    q_lens: tuple[int, ...]
+    page: int
+    heads: str
+    head_dim: int
+    prefill: bool
+    output: Path | None
+    replace: bool
+    wheel: Path | None
+    workers: int | None
+    dry_run: bool
+    as_json: bool
+
+    @property
+    def sources(self) -> tuple[Path | str, ...]:
+        """Folders, and names of models."""
+        return (*self.folders, *self.models)
+
+    @property
+    def published(self) -> bool:
+        """Whether the kernels of the published wheel are meant."""
+        return self.wheel is not None and not (self.sources or self.shapes or self.op)
 
 
 class _Wanted:
@@ -174,15 +210,15 @@ _NOT_OF_PACKED = {"op", "max_tokens", "caches", "numerics", "dequantization", "q
 """Options of engines' steps, and of layers that could be read in more than one way."""
 
 
-def _check_options(options: dict[str, Any], whole: bool, shapes: bool) -> None:
+def _check_options(options: Options) -> None:
     """An option that was given and does not change what is compiled is an error, never passed over."""
-    from terrazzo.ops.model_requests import OPERATORS
+    from terrazzo.ops.products.table import BY_RECORD, asked_for
 
-    op = options["op"]
-    if op not in (None, "attention", *OPERATORS):
+    op, shapes, whole = options.op, bool(options.shapes), bool(options.sources or options.published)
+    if op not in (None, "attention", *BY_RECORD):
         raise click.UsageError(f"--op {op}: its kernels come with a whole model's; give a FOLDER or a --model alone")
     if op == "attention":
-        if shapes or (not whole and not options["kv"]):
+        if shapes or (not whole and not options.kv):
             raise click.UsageError("attention takes no --shape, but --kv KEYS/VALUES")
     elif not shapes and not whole:
         raise click.UsageError("nothing to compile: name a FOLDER, a --model or a --shape NxK")
@@ -195,9 +231,9 @@ def _check_options(options: dict[str, Any], whole: bool, shapes: bool) -> None:
         if parameter.name in foreign:
             what = "a whole model" if whole and parameter.name in _BY_HAND else linear
             raise click.UsageError(f"{parameter.opts[0]} is no option of {what}")
-    if op == "w8a8" and options["dequantization"] not in ("auto", "e4m3"):
-        raise click.UsageError(f"--dequantization {options['dequantization']}: of w8a8 it is auto (int8) or e4m3")
-    if options["ms"] and options["max_tokens"]:
+    if op not in (None, "attention") and asked_for(op).direct and options.dequantization not in ("auto", "e4m3"):
+        raise click.UsageError(f"--dequantization {options.dequantization}: of {op} it is auto (int8) or e4m3")
+    if options.ms and options.max_tokens:
         raise click.UsageError("--m and --max-tokens both say how many tokens there are; give one")
 
 
@@ -220,7 +256,7 @@ def check_output(output: Path | None, replace: bool) -> None:
     check_writable("--output", output)
 
 
-def _add_model(wanted: _Wanted, source: Path | str, at: Target, options: dict[str, Any]) -> None:
+def _add_model(wanted: _Wanted, source: Path | str, at: Target, options: Options) -> None:
     """Everything of a Hugging Face folder, or of a model of the table."""
     from terrazzo.ops import model_requests
     from terrazzo.ops.products.table import asked_for
@@ -228,13 +264,13 @@ def _add_model(wanted: _Wanted, source: Path | str, at: Target, options: dict[st
     if isinstance(source, Path) and model_requests.is_packed(source):
         return _add_packed(wanted, source, at, options)
 
-    op, dequantization = options["op"], options["dequantization"]
+    op, dequantization = options.op, options.dequantization
     linear = op != "attention"
     operator = op if linear else None
     if dequantization == "e4m3" and linear:
         operator = asked_for(op or "w4a8", dequantization).record
-    group = _group(_usual_group(op, dequantization) if options["group"] is None else options["group"], 0)
-    forms = (options["symmetric"], options["scale_dtype"], options["dtype"])
+    group = _group(_usual_group(op, dequantization) if options.group is None else options.group, 0)
+    forms = (options.symmetric, options.scale_dtype, options.dtype)
     weights = model_requests.Weights(group, *forms, operator)
     if isinstance(source, Path):
         model = model_requests.of_folder(source, weights, target=at)
@@ -242,10 +278,10 @@ def _add_model(wanted: _Wanted, source: Path | str, at: Target, options: dict[st
         model = model_requests.of_name(source, weights)
     if model.stored:
         _check_stored(source)
-    kv = options["kv"] or (((model.dtype, model.dtype),) if op in (None, "attention") else ())
+    kv = options.kv or (((model.dtype, model.dtype),) if op in (None, "attention") else ())
     serving = model_requests.Serving(
-        at, model.dtype, linear, tuple(it for it in kv if it != NO_CACHE), options["max_tokens"], options["ms"],
-        options["tensor_parallel"], options["q_lens"], options["page"], dequantization, options["numerics"],
+        at, model.dtype, linear, tuple(it for it in kv if it != NO_CACHE), options.max_tokens, options.ms,
+        options.tensor_parallel, options.q_lens, options.page, dequantization, options.numerics,
     )  # fmt: skip
     plan = model_requests.plan(model, serving)
     wanted.requests |= plan.requests | _of_engine(model, at, options)
@@ -260,7 +296,7 @@ def _add_model(wanted: _Wanted, source: Path | str, at: Target, options: dict[st
         wanted.kinds.append((what, kind.operator, kind.n, kind.k, " ".join(filter(None, form)), model.times(names)))
 
 
-def _add_packed(wanted: _Wanted, folder: Path, at: Target, options: dict[str, Any]) -> None:
+def _add_packed(wanted: _Wanted, folder: Path, at: Target, options: Options) -> None:
     """Everything of a folder that `terrazzo quantize` or `save_pretrained` wrote; its files say what its layers are."""
     import torch
     from terrazzo.nn.hollow import requests
@@ -269,25 +305,25 @@ def _add_packed(wanted: _Wanted, folder: Path, at: Target, options: dict[str, An
     for parameter in _given():
         if parameter.name in _NOT_OF_PACKED:
             raise click.UsageError(f"{parameter.opts[0]}: {folder} is packed by Terrazzo, and its files say it")
-    kv = [it for it in options["kv"] if it != NO_CACHE] if options["kv"] else [None]
-    dtype = None if options["dtype"] is None else getattr(torch, options["dtype"])
-    facts = dict(dtype=dtype, page=options["page"], ranks=options["tensor_parallel"])
-    found, layouts = requests(folder, kv, options["ms"], at, **facts)
+    kv = [it for it in options.kv if it != NO_CACHE] if options.kv else [None]
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    facts = dict(dtype=dtype, page=options.page, ranks=options.tensor_parallel)
+    found, layouts = requests(folder, kv, options.ms, at, **facts)
     wanted.requests |= dict.fromkeys(found)
     wanted.layouts |= layouts
     wanted.models.append(folder.name)
 
 
-def _of_engine(model: Any, at: Target, options: dict[str, Any]) -> dict[Any, None]:
+def _of_engine(model: Any, at: Target, options: Options) -> dict[Any, None]:
     """Kernels of attention over caches of vLLM."""
-    if not options["caches"]:
+    if not options.caches:
         return {}
     from terrazzo.integrations.vllm.names import CACHES
 
     if model.architecture is None:
         raise click.UsageError(f"--kv-cache-dtype: {model.name} does not say what heads it has")
-    facts = dict(ranks=options["tensor_parallel"], most_rows=max(options["q_lens"]))
-    found = [CACHES.model_requests(model.architecture, name, model.dtype, at, **facts) for name in options["caches"]]
+    facts = dict(ranks=options.tensor_parallel, most_rows=max(options.q_lens))
+    found = [CACHES.model_requests(model.architecture, name, model.dtype, at, **facts) for name in options.caches]
     return dict.fromkeys(request for requests in found for request in requests)
 
 
@@ -308,38 +344,37 @@ def _check_stored(source: Path | str) -> None:
             raise click.UsageError(f"{parameter.opts[0]}: the layers of {source} are stored quantized and say it")
 
 
-def _add_named(wanted: _Wanted, shapes: Iterable[tuple[int, int]], at: Target, options: dict[str, Any]) -> None:
+def _add_named(wanted: _Wanted, at: Target, options: Options) -> None:
     """Kernels of single weights, or of attention by its formats and heads."""
-    op, dtype, dequantization = options["op"] or "w4a16", options["dtype"] or "float16", options["dequantization"]
-    requests = _requests(op)
-    if op == "attention":
-        facts = {name: options[name] for name in ("head_dim", "page", "prefill")} | {"dtype": dtype, "target": at}
-        for formats in (it for it in options["kv"] if it != NO_CACHE):
-            for q_len in options["q_lens"]:
-                wanted.requests |= dict.fromkeys(requests(*formats, **_heads(options["heads"]), q_len=q_len, **facts))
-            wanted.layouts |= _cache_layout(*formats, options["head_dim"])
-        return
-    facts = {"m": options["ms"], "dtype": dtype, "target": at, "symmetric": options["symmetric"]}
-    facts |= {"scale_dtype": options["scale_dtype"] or dtype, "numerics": options["numerics"]}
-    facts |= {"dequantization": dequantization}
-    facts = {name: value for name, value in facts.items() if name not in _OPTIONS - _parameters(op)}
-    if op == "w8a8":
-        del facts["dequantization"]
-    group = _usual_group(op, dequantization) if options["group"] is None else options["group"]
-    for n, k in shapes:
-        own = {"group_size": _group(group, k)}
-        if op == "w8a8":
-            own = _w8a8_form(own["group_size"], k, dequantization)
-        wanted.requests |= dict.fromkeys(requests(n, k, **own, **facts))
-    _say_where_one_group_is(op, group, shapes)
-    wanted.layouts |= _layout(op, dequantization)
-
-
-def _w8a8_form(group: int, k: int, dequantization: str) -> dict[str, Any]:
-    """What `w8a8.kernel_requests` takes in place of a group and a dequantization."""
+    from terrazzo.layouts.instances import get_instance
+    from terrazzo.ops.products.table import asked_for
     from terrazzo.ops.w4a8.w8a8.op import form_of
 
-    return form_of(group, k, "e4m3" if dequantization == "e4m3" else "int8")
+    op, dtype, dequantization = options.op or "w4a16", options.dtype or "float16", options.dequantization
+    requests = _requests(op)
+    if op == "attention":
+        facts = dict(head_dim=options.head_dim, page=options.page, prefill=options.prefill, dtype=dtype, target=at)
+        for formats in (it for it in options.kv if it != NO_CACHE):
+            for q_len in options.q_lens:
+                wanted.requests |= dict.fromkeys(requests(*formats, **_heads(options.heads), q_len=q_len, **facts))
+            wanted.layouts |= _cache_layout(*formats, options.head_dim)
+        return
+    facts = {"m": options.ms, "dtype": dtype, "target": at, "symmetric": options.symmetric}
+    facts |= {"scale_dtype": options.scale_dtype or dtype, "numerics": options.numerics}
+    facts |= {"dequantization": dequantization}
+    facts = {name: value for name, value in facts.items() if name not in _OPTIONS - _parameters(op)}
+    product = asked_for(op, dequantization)
+    if product.direct:
+        del facts["dequantization"]
+    group = _usual_group(op, dequantization) if options.group is None else options.group
+    for n, k in options.shapes:
+        size = _group(group, k)
+        own = form_of(size, k, product.codes.name) if product.direct else {"group_size": size}
+        wanted.requests |= dict.fromkeys(requests(n, k, **own, **facts))
+        if product.wide and product.codes.one_group and size > k:
+            note = f"{n}x{k}: K is below the group of {group}, so its kernels have one group of K"
+            click.echo(f"terrazzo: {note}", err=True)
+    wanted.layouts[product.layout] = get_instance(product.layout).identity
 
 
 _OPTIONS = {"symmetric", "scale_dtype", "numerics", "dequantization"}
@@ -349,7 +384,9 @@ _OPTIONS = {"symmetric", "scale_dtype", "numerics", "dequantization"}
 def _parameters(op: str) -> set[str]:
     import inspect
 
-    own = {"dequantization"} if op == "w8a8" else set()
+    from terrazzo.ops.products.table import asked_for
+
+    own = {"dequantization"} if asked_for(op).direct else set()
     return own | set(inspect.signature(_requests(op)).parameters)
 
 
@@ -364,14 +401,6 @@ def _usual_group(op: str | None, dequantization: str) -> str:
     from terrazzo.ops.products.table import asked_for
 
     return "128" if op in (None, "attention") else str(asked_for(op, dequantization).codes.usual or "K")
-
-
-def _say_where_one_group_is(op: str, group: str, shapes: Iterable[tuple[int, int]]) -> None:
-    """A group that is longer than a weight's rows is all of them: the kernels are those of --group K."""
-    for n, k in shapes if op == "w4a16" and group.isdecimal() else ():
-        if k < int(group[:9]):
-            note = f"{n}x{k}: K is below the group of {group}, so its kernels have one group of K"
-            click.echo(f"terrazzo: {note}", err=True)
 
 
 def _group(text: str, k: int) -> int:
@@ -396,24 +425,15 @@ def _cache_layout(keys: str, values: str, head_dim: int) -> dict[str, str]:
     return {f"kv.{keys}/{values}.d{head_dim}": CacheLayout(keys, values, head_dim).identity}
 
 
-def _layout(op: str, dequantization: str) -> dict[str, str]:
-    """Name and identity of the packed layout that an operator's kernels read."""
-    from terrazzo.layouts.instances import get_instance
-    from terrazzo.ops.products.table import asked_for
-
-    name = asked_for(op, dequantization).layout
-    return {name: get_instance(name).identity}
-
-
-def _show_dry_run(wanted: _Wanted, at: Target, workers: int | None, as_json: bool) -> None:
+def _show_dry_run(wanted: _Wanted, at: Target, options: Options) -> None:
     from terrazzo.ops.model_requests import seconds
 
-    build = Build(list(wanted.requests), workers)
+    build = Build(list(wanted.requests), options.workers)
     counts: dict[str, list[float]] = {}
     for request in wanted.requests:
         counts.setdefault(request.name, []).append(seconds(request))
     expected = build.expected()
-    if as_json:
+    if options.as_json:
         kernels = {name: len(each) for name, each in counts.items()}
         return print_json({"target": at.arch, "kernels": kernels, "skipped": wanted.skipped, **expected})
     if wanted.kinds:

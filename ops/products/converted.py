@@ -17,6 +17,7 @@ W4A8 = Product(
     version="terrazzo.w4a8/1",
     conventions={"qserve": 4, "compressed_tensors": 4, "int_quantized": 4},
     stated=("int8", ""),
+    calibration="smooth",
     ran=EVERYWHERE,
 )
 W4A8_FP8 = Product(
@@ -33,6 +34,7 @@ W4A8_FP8 = Product(
     version="terrazzo.w4a8_fp8/1",
     conventions={"compressed_tensors": 4, "int_quantized": 4},
     stated=("e4m3", ""),
+    calibration="importance",
     ran=ON_HOPPER,
 )
 MXFP4_FP8 = Product(

@@ -26,6 +26,7 @@ W4AX = Product(
     planes=planes.MIXED,
     facts=("blocks8", "order"),
     version="terrazzo.w4ax/2",
+    calibration="plan",
     ran=EVERYWHERE,
     wheel="research: its activations are mixed in a layer's own proportion",
 )

@@ -54,6 +54,8 @@ class Product:
         conventions: of checkpoints -> bits of their codes.
         stated: activations that configs of these checkpoints may say.
         on_request: whether no checkpoint means it by itself.
+        calibration: what its quantizer takes from a text: "importance" of channels for the search of ranges, with it a
+            "smooth" vector or a "plan" of blocks; "" for nothing.
         ran: architecture -> status in the registry; "compiled" of others that have a program.
         wheel: why published wheels lack its kernels, "" where they have them.
     """
@@ -72,6 +74,7 @@ class Product:
     conventions: Mapping[str, int] = field(default_factory=dict, hash=False)
     stated: tuple[str, ...] = ("",)
     on_request: bool = False
+    calibration: str = ""
     ran: Mapping[str, str] = field(default_factory=dict, hash=False)
     wheel: str = ""
 

@@ -21,6 +21,7 @@ W4A16 = Product(
     facts=_INTEGERS,
     version="terrazzo.w4a16/1",
     conventions={"awq": 4, "gptq": 4, "compressed_tensors": 4},
+    calibration="importance",
     ran=EVERYWHERE,
 )
 MXFP4 = Product(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
 
 import pytest
 import torch
 from terrazzo.lowering import Target, kernels, replacing
-from terrazzo.nn.formats import FAMILIES, Format
+from terrazzo.nn.formats import Format, module_of
 from terrazzo.ops import launching, w4a16
 from terrazzo.ops.launching import Plan
-from terrazzo.ops.products.codes import get_codes
 from terrazzo.ops.weight_only import op
 from terrazzo.ops.weight_only.entry import CALLS
 
@@ -33,8 +31,8 @@ class Case:
     def plan(self, target: Target) -> Plan:
         """What its call launches."""
         form = Format.parse(self.form)
-        weight = get_codes(FAMILIES[form.family].weight_format)
-        scale = "float16" if form.family in ("w4a16", "w8a16") else weight.scales[0]
+        weight = form.product.codes
+        scale = "float16" if weight.symmetric else weight.scales[0]
         facts = dict(group_size=form.group_size or self.k, symmetric=scale != "float16", scale_dtype=scale)
         more = dict(dtype="float16", bias=False, numerics="auto", target=target, device=target, weight=weight.name)
         return op.plan(self.m, self.n, self.k, **facts, **more)
@@ -99,7 +97,7 @@ def test_a_stand_in_has_the_bits_of_the_kernel_that_is_made_for_the_shape(cases,
         torch.manual_seed(0)
         form = Format.parse(case.form)
         weight = form.quantize(torch.randn(case.n, case.k, device="cuda"))
-        gemm = import_module(FAMILIES[form.family].operator).gemm
+        gemm = module_of(form.product).gemm
         x = torch.randn(case.m, case.k, device="cuda").half()
         ys = []
         for answer in (plan.request, plan.stand_in):

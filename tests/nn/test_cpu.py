@@ -11,10 +11,10 @@ import torch
 from small_model import SmallModel
 from terrazzo import nn
 from terrazzo.nn import cpu
-from terrazzo.nn.formats import FAMILIES
 from terrazzo.ops.attention.cache.layout import CacheLayout
 from terrazzo.ops.attention.writing import reference_writing
 from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.products.table import BY_WORD
 
 UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 N, K = 72, 200
@@ -34,7 +34,7 @@ def check_near(y: torch.Tensor, exact: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", UNIT, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BY_WORD)
 def test_every_format_is_multiplied_as_its_oracle_says(family, dtype):
     made = layer(family, bias=dtype == torch.float16)
     for rows in (1, 9):

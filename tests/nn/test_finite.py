@@ -20,6 +20,7 @@ from terrazzo.nn.module import stored_weight  # noqa: E402
 from terrazzo.nn.quantizing import quantize_folder  # noqa: E402
 from terrazzo.ops import fp8, mxfp4, w4a8, w4a16, w4ax, w8a8  # noqa: E402
 from terrazzo.ops.grouped import GroupedWeight  # noqa: E402
+from terrazzo.ops.products.table import BY_WORD  # noqa: E402
 from tiny_text import write_folder  # noqa: E402
 
 N, K = 128, 256
@@ -34,7 +35,7 @@ def weight_of(name, seed=0):
     return formats.Format.parse(name).quantize(values, torch.randn(N), **options)
 
 
-NAMES = [*formats.FAMILIES, "w4a16-gK-sym", "fp8-g128", "w8a8-e4m3-g128"]
+NAMES = [*BY_WORD, "w4a16-gK-sym", "fp8-g128", "w8a8-e4m3-g128"]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def packed():
 def damage(packed, name, value):
     """(tensor, a state where one of its numbers is `value`) of each tensor of floats that a packed weight has."""
     state = nn.Linear(packed[name]).state_dict()
-    for leaf in formats.family_of(packed[name]).names:
+    for leaf in formats.tensors_of(formats.product_of(packed[name])):
         held = state.get(leaf)
         if held is None or (leaf in ("words", "perm", "permutation")):
             continue

@@ -14,8 +14,7 @@ from terrazzo.layouts.instances import INSTANCES
 from terrazzo.layouts.units import derive_unit
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import CAPABILITIES, Target
-from terrazzo.nn import formats
-from terrazzo.ops import grouped, ready, registry, stored_layers
+from terrazzo.ops import ready, registry, stored_layers
 from terrazzo.ops.linear.bytes import fp8_problem, problem
 from terrazzo.ops.products.planes import Size
 from terrazzo.ops.products.product import Product
@@ -94,23 +93,8 @@ def test_tables_of_operators_are_derived():
     assert problem.DEQUANTIZATIONS == converters["w4a8"]
     assert fp8_problem.CONVERTERS == converters["w4a8_fp8"] | converters["mxfp4_fp8"]
     assert {one.record: one.x.rate for one in PRODUCTS} == {kind.name: kind.rate for kind in KINDS}
-    assert {one.module for one in PRODUCTS} == set(grouped._NAMES)
-    assert {one.root for one in PRODUCTS if one.wheel} == set(ready.LEFT_OUT)
+
     assert {one.record for one in PRODUCTS if not one.wheel} == {it.operator for it in ready.PARTS} - {"attention"}
-
-
-def test_families_of_modules_are_derived():
-    for one in PRODUCTS:
-        family = formats.FAMILIES[one.word]
-        assert family.operator == f"terrazzo.ops.{one.root}"
-        assert set(family.tensors) == {plane.name for plane in one.planes if plane.shape}
-        assert set(family.optional) == {plane.name for plane in one.planes if not plane.shape}
-        assert sorted(family.groups) == list(one.codes.groups) and family.one_group == one.codes.one_group
-        assert family.choices == one.codes.symmetric and family.quantizes_activations == (not one.wide)
-        assert (family.usual or str(family.groups[0])) == str(one.codes.usual or "K")
-        assert family.weight_format == (one.codes.name if one.wide else "")
-        assert family.codes == (one.codes.name if one.direct else "")
-    assert set(formats.FAMILIES) == {one.word for one in PRODUCTS}
 
 
 def test_readers_and_rows_of_the_registry_are_derived():

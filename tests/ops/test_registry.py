@@ -11,6 +11,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import CAPABILITIES, Target
 from terrazzo.ops import registry
 from terrazzo.ops.formats import kv
+from terrazzo.ops.grouped_codes import GROUPS, SCALE_DTYPES
 from terrazzo.ops.linear.bytes import fp8_problem as w4a8_fp8_problem
 from terrazzo.ops.w4a8 import activations as w4a8_activations
 from terrazzo.ops.w4a8 import format as w4a8_format
@@ -22,7 +23,6 @@ from terrazzo.ops.w4ax import fmpq as w4ax_fmpq
 from terrazzo.ops.w4ax import format as w4ax_format
 from terrazzo.ops.w4ax import reference as w4ax_reference
 from terrazzo.ops.weight_only.decoding import ACTIVATION_DTYPES, NUMERICS
-from terrazzo.ops.weight_only.integers import GROUPS, SCALE_DTYPES
 
 
 def test_rows_are_plain_and_complete():

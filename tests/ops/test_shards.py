@@ -10,15 +10,15 @@ import torch
 from terrazzo import nn
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn import products
-from terrazzo.nn.formats import FAMILIES
 from terrazzo.ops import shards, w4a16, w8a8
 from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.products.table import BY_WORD
 from terrazzo.ops.w4a8.w8a8 import torch_op
 
 N, K = 128, 512
 MORE = ("w4a16-g32", "w4a16-g64-sym", "w4a8-g32", "w4a8-e4m3-gK")
-NO_EXPERTS = ["w4ax", *(form for form in FAMILIES if form.startswith("w8a8"))]
-FORMS = [*FAMILIES, "w4a16-gK", "fp8-g128", *(pytest.param(form, marks=pytest.mark.slow) for form in MORE)]
+NO_EXPERTS = ["w4ax", *(form for form in BY_WORD if form.startswith("w8a8"))]
+FORMS = [*BY_WORD, "w4a16-gK", "fp8-g128", *(pytest.param(form, marks=pytest.mark.slow) for form in MORE)]
 
 
 def random(n: int, k: int, seed: int = 0) -> torch.Tensor:
@@ -43,7 +43,7 @@ def same(a, b) -> None:
         assert equal, (field.name, x, y)
 
 
-@pytest.mark.parametrize("form", FAMILIES)
+@pytest.mark.parametrize("form", BY_WORD)
 def test_weights_are_shown_by_their_facts_and_not_by_their_numbers(form):
     for weight in (packed(form), packed(form).unpack()):
         assert f"N={N}, K={K}" in repr(weight) and "tensor" not in repr(weight) and len(repr(weight)) < 200

@@ -137,14 +137,17 @@ def packed() -> dict[str, dict[str, Any]]:
     """Word of a format -> the facts that a module's state has of its weight, the layout among them."""
     import torch
     from terrazzo.nn import formats
+    from terrazzo.ops.products.table import PRODUCTS
 
     found = {}
-    for name, family in formats.FAMILIES.items():
-        words = [name, *(f"{name}-g{size}" for size in family.groups), *[f"{name}-gK"] * family.one_group]
-        for word in [*words, *[f"{name}-sym"] * family.choices]:
+    for product in PRODUCTS:
+        name, codes = product.word, product.codes
+        words = [name, *(f"{name}-g{size}" for size in codes.groups), *[f"{name}-gK"] * codes.one_group]
+        for word in [*words, *[f"{name}-sym"] * codes.symmetric]:
             weight = formats.Format.parse(word).quantize(torch.ones(64, 256), target="sm_90a")
             found[word] = formats.facts_of(weight)
-            found[word] |= {own: list(getattr(weight, own).shape) for own in family.tensors}
+            planes = (plane.name for plane in product.planes if plane.shape is not None)
+            found[word] |= {own: list(getattr(weight, own).shape) for own in planes}
     return json.loads(json.dumps(found, default=str))
 
 
