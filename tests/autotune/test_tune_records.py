@@ -360,7 +360,7 @@ def asked(op: str, m: int, target: Target = H200, **changes) -> dict:
         made = prefill_op.plan(layout, **own, softcap=changes.get("softcap", False), target=target)
     elif op == "w4ax":
         own = dict(out_dtype=facts["out_dtype"], bias=True, two_level=facts["scales"] == "two_level")
-        made, _ = w4ax.plan(m, n, k, facts["blocks8"], **own, target=target)
+        made = w4ax.plan(m, n, k, facts["blocks8"], **own, target=target)
     elif op == "w4a16_grouped":
         own = {name: facts[name] for name in ("symmetric", "scale_dtype", "dtype")}
         experts, auto = facts["experts"], dict(bias=True, numerics="auto", target=target)
