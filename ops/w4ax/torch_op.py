@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
+from typing import Any
 
 import torch
 from terrazzo.ops import launching
-from terrazzo.ops.call.linear import calls_of
+from terrazzo.ops.call.nodes import Node
 from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.w4ax import reference
 from terrazzo.ops.w4ax.activations import QuantizedActivations, default_granularity, sizes
 from terrazzo.ops.w4ax.format import PackedWeight
 
@@ -31,19 +34,56 @@ def quantize(
     return QuantizedActivations(q4, q8, scales, (*x.shape[:-1], w.k), w.blocks8, w.order, granularity)
 
 
+class _Node(Node):
+    """Of mixed W4A4 and W4A8."""
+
+    def __init__(self) -> None:
+        head = "q4 q8 scales m x_order granularity"
+        facts = "bias? words channel_scales? n k blocks8 layout target order out_dtype"
+        super().__init__("w4ax", "w4ax", f"{head} {facts}", f"{head} expert_offsets {facts}")
+
+    def values(self, x: QuantizedActivations, w: PackedWeight, choices: None) -> dict[str, Any]:
+        return dict(q4=x.q4, q8=x.q8, scales=x.scales, m=x.m, x_order=x.order, granularity=x.granularity)
+
+    def weight(self, given: Mapping[str, Any]) -> PackedWeight:
+        facts = (given[name] for name in ("words", "n", "k", "blocks8", "layout", "target", "order"))
+        return PackedWeight(*facts, channel_scales=given["channel_scales"])
+
+    def activations(self, given: Mapping[str, Any]) -> QuantizedActivations:
+        planes, shape = (given[name] for name in ("q4", "q8", "scales")), (given["m"], given["k"])
+        return QuantizedActivations(*planes, shape, given["blocks8"], given["x_order"], given["granularity"])
+
+    def choices(self, given: Mapping[str, Any]) -> None:
+        return None
+
+    def reference(
+        self, x: QuantizedActivations, w: PackedWeight, bias: torch.Tensor | None, out_dtype: torch.dtype,
+        choices: None,
+    ) -> torch.Tensor:  # fmt: skip
+        return reference.gemm(x.codes(), x.token_scales(), w, bias).to(out_dtype)
+
+
+NODE = _Node()
+
+
 def call(
-    x: torch.Tensor | QuantizedActivations, w: PackedWeight, bias: torch.Tensor | None, out_dtype: torch.dtype | None
-) -> torch.Tensor:
+    x: torch.Tensor | QuantizedActivations, w: PackedWeight, bias: torch.Tensor | None, out_dtype: torch.dtype | None,
+    offsets: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """`gemm` as one opaque node of a graph (two, if x must be quantized first); see `terrazzo.ops.w4ax.gemm`."""
     if not isinstance(x, QuantizedActivations):
         launching.check_last(x, w.k)
         out_dtype = out_dtype or x.dtype
         x = quantize(x, w, None, 0.0, default_granularity(w), None)
-    y = torch.ops.terrazzo.w4ax_gemm(
-        x.q4, x.q8, x.scales, x.m, x.order, x.granularity, w.bias if bias is None else bias, *_fields(w),
-        out_dtype or torch.float16,
-    )  # fmt: skip
-    return y.view(*x.shape[:-1], w.n)
+    return NODE.call(x, w, bias, out_dtype or torch.float16, None, offsets)
+
+
+def call_grouped(
+    x: torch.Tensor | QuantizedActivations, w: GroupedWeight, expert_offsets: torch.Tensor,
+    bias: torch.Tensor | None, out_dtype: torch.dtype | None,
+) -> torch.Tensor:  # fmt: skip
+    """`grouped_gemm` as one opaque node of a graph (two, if x must be quantized first)."""
+    return call(x, w.stacked, bias, out_dtype, expert_offsets)
 
 
 def _fields(w: PackedWeight) -> tuple:
@@ -146,113 +186,3 @@ def _(x, residual, rms_weight, eps, granularity, static_scales, words, channel_s
       order, permutation):  # fmt: skip
     fields = (words, channel_scales, n, k, blocks8, layout, target, order, permutation)
     return _shapes(x, (rms_weight, eps, granularity, static_scales, *fields))
-
-
-@torch.library.custom_op("terrazzo::w4ax_gemm", mutates_args=())
-def w4ax_gemm(
-    q4: torch.Tensor,
-    q8: torch.Tensor,
-    scales: torch.Tensor,
-    m: int,
-    x_order: str,
-    granularity: str,
-    bias: torch.Tensor | None,
-    words: torch.Tensor,
-    channel_scales: torch.Tensor | None,
-    n: int,
-    k: int,
-    blocks8: int,
-    layout: str,
-    target: str,
-    order: str,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """y [M, n] from quantized activations and the fields of a PackedWeight."""
-    from terrazzo.ops.w4ax import reference
-
-    w = PackedWeight(words, n, k, blocks8, layout, target, order, channel_scales=channel_scales)
-    x = QuantizedActivations(q4, q8, scales, (m, k), blocks8, x_order, granularity)
-    if not q8.is_cuda:
-        return reference.gemm(x.codes(), x.token_scales(), w, bias).to(out_dtype)
-    return calls_of("w4ax").run(x, q8, w, bias, None, out_dtype, None)
-
-
-@w4ax_gemm.register_fake
-def _(
-    q4,
-    q8,
-    scales,
-    m,
-    x_order,
-    granularity,
-    bias,
-    words,
-    channel_scales,
-    n,
-    k,
-    blocks8,
-    layout,
-    target,
-    order,
-    out_dtype,
-):
-    return q8.new_empty((m, n), dtype=out_dtype)
-
-
-def call_grouped(
-    x: torch.Tensor | QuantizedActivations,
-    w: GroupedWeight,
-    expert_offsets: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-) -> torch.Tensor:
-    """`grouped_gemm` as one opaque node of a graph (two, if x must be quantized first)."""
-    s = w.stacked
-    if not isinstance(x, QuantizedActivations):
-        out_dtype = out_dtype or x.dtype
-        x = quantize(x, s, None, 0.0, default_granularity(s), None)
-    return torch.ops.terrazzo.w4ax_grouped_gemm(
-        x.q4, x.q8, x.scales, x.m, x.order, x.granularity, expert_offsets, s.bias if bias is None else bias,
-        *_fields(s), out_dtype or torch.float16,
-    )  # fmt: skip
-
-
-@torch.library.custom_op("terrazzo::w4ax_grouped_gemm", mutates_args=())
-def w4ax_grouped_gemm(
-    q4: torch.Tensor,
-    q8: torch.Tensor,
-    scales: torch.Tensor,
-    m: int,
-    x_order: str,
-    granularity: str,
-    expert_offsets: torch.Tensor,
-    bias: torch.Tensor | None,
-    words: torch.Tensor,
-    channel_scales: torch.Tensor | None,
-    n: int,
-    k: int,
-    blocks8: int,
-    layout: str,
-    target: str,
-    order: str,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """y [M, n] from quantized activations [M, k] sorted by expert and the fields of a GroupedWeight."""
-    from terrazzo.ops.w4ax import reference
-
-    w = GroupedWeight(PackedWeight(words, n, k, blocks8, layout, target, order, channel_scales=channel_scales))
-    x = QuantizedActivations(q4, q8, scales, (m, k), blocks8, x_order, granularity)
-    if not q8.is_cuda:
-        calls_of("w4ax").check_call((m, k), q8.device, w, expert_offsets, bias, None, out_dtype, None)
-        held, rows = (x.codes(), x.token_scales()), torch.arange(m, device=q8.device)
-        product = lambda at, one, b: reference.gemm(*(part[at] for part in held), one, b).to(out_dtype)
-        return w.reference(product, rows, expert_offsets, bias)
-    return calls_of("w4ax").run_experts(x, q8, w, expert_offsets, bias, None, out_dtype, None)
-
-
-@w4ax_grouped_gemm.register_fake
-def _(
-    q4, q8, scales, m, x_order, granularity, expert_offsets, bias, words, channel_scales, n, k, blocks8, layout, target,
-    order, out_dtype,
-):  # fmt: skip
-    return q8.new_empty((m, n), dtype=out_dtype)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
 import torch
 from terrazzo.ops import launching, quantized
-from terrazzo.ops.call.linear import calls_of
+from terrazzo.ops.call.nodes import Node
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.quantized import BlockQuantizedActivations, QuantizedActivations
 from terrazzo.ops.w4a8.w8a8 import activations as w8_activations
@@ -34,21 +35,51 @@ def _made(q: torch.Tensor, scales: torch.Tensor, more: torch.Tensor, shape: tupl
     return QuantizedActivations(q, scales, sums, shape, more if zeros else None)
 
 
+class _Node(Node):
+    """Of bytes by bytes."""
+
+    def __init__(self) -> None:
+        head, facts = "q scales zeros? words channel_scales", "bias? n k codes block layout target out_dtype accumulate"
+        super().__init__("w8a8", "w4a8.w8a8", f"{head} {facts}", f"{head} expert_offsets {facts}")
+
+    def values(self, x: Activations, w: PackedWeight, accumulate: str) -> dict[str, Any]:
+        own = dict(q=x.q, scales=x.scales, zeros=getattr(x, "zeros", None))
+        return own | dict(channel_scales=w.scales, accumulate=accumulate)
+
+    def weight(self, given: Mapping[str, Any]) -> PackedWeight:
+        facts = (given[name] for name in ("words", "channel_scales", "n", "k", "codes", "block", "layout"))
+        return PackedWeight(*facts, target=given["target"] or None)
+
+    def activations(self, given: Mapping[str, Any]) -> Activations:
+        q, scales = given["q"], given["scales"]
+        shape = (q.shape[0], given["k"])
+        if given["block"]:
+            return BlockQuantizedActivations(q, scales, shape, True)
+        return QuantizedActivations(q, scales, None, shape, given["zeros"])
+
+    def choices(self, given: Mapping[str, Any]) -> str:
+        return given["accumulate"]
+
+    def reference(
+        self, x: Activations, w: PackedWeight, bias: torch.Tensor | None, out_dtype: torch.dtype, accumulate: str
+    ) -> torch.Tensor:
+        w8_op.numerics_of(w.codes, w.block, getattr(x, "zeros", None) is not None, accumulate)
+        return w8_reference.forward(x, w, bias, out_dtype)
+
+
+NODE = _Node()
+
+
 def call(
     x: torch.Tensor | Activations, w: PackedWeight, bias: torch.Tensor | None, out_dtype: torch.dtype | None,
-    accumulate: str = "auto",
+    accumulate: str = "auto", offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`gemm` as one opaque node of a graph (two, if x must be quantized first); see `terrazzo.ops.w8a8.gemm`."""
     if isinstance(x, torch.Tensor):
         out_dtype = out_dtype or x.dtype
         x = quantize(x, w)
     w8_op.check_activations(x, w)
-    out_dtype = out_dtype or torch.float16
-    if bias is None and w.bias is not None and out_dtype != torch.int32:
-        bias = w.bias
-    fields = (w.words, w.scales, bias, w.n, w.k, w.codes, w.block, w.layout, w.target or "")
-    y = torch.ops.terrazzo.w8a8_gemm(x.q, x.scales, getattr(x, "zeros", None), *fields, out_dtype, accumulate)
-    return y.view(*x.shape[:-1], w.n)
+    return NODE.call(x, w, bias, out_dtype or torch.float16, accumulate, offsets)
 
 
 def call_grouped(
@@ -56,30 +87,7 @@ def call_grouped(
     out_dtype: torch.dtype | None, accumulate: str = "auto",
 ) -> torch.Tensor:  # fmt: skip
     """`grouped_gemm` as one opaque node of a graph (two, if x must be quantized first)."""
-    s = w.stacked
-    if isinstance(x, torch.Tensor):
-        out_dtype = out_dtype or x.dtype
-        x = quantize(x, s)
-    w8_op.check_activations(x, s)
-    out_dtype = out_dtype or torch.float16
-    if bias is None and s.bias is not None and out_dtype != torch.int32:
-        bias = s.bias
-    zeros, fields = getattr(x, "zeros", None), (s.n, s.k, s.codes, s.block, s.layout, s.target or "")
-    operands = (x.q, x.scales, zeros, s.words, s.scales, expert_offsets, bias)
-    return torch.ops.terrazzo.w8a8_grouped_gemm(*operands, *fields, out_dtype, accumulate)
-
-
-def _weight(
-    words: torch.Tensor, scales: torch.Tensor, n: int, k: int, codes: str, block: bool, layout: str, target: str
-) -> PackedWeight:
-    return PackedWeight(words, scales, n, k, codes, block, layout, target=target or None)
-
-
-def _activations(q: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, k: int, block: bool) -> Activations:
-    shape = (q.shape[0], k)
-    if block:
-        return BlockQuantizedActivations(q, scales, shape, True)
-    return QuantizedActivations(q, scales, None, shape, zeros)
+    return call(x, w.stacked, bias, out_dtype, accumulate, expert_offsets)
 
 
 @torch.library.custom_op("terrazzo::w8a8_quantize", mutates_args=())
@@ -116,70 +124,3 @@ def _(x, smooth, k, codes, block, input_scale, input_zero, asymmetric, target, u
         x.new_empty(scales, dtype=torch.float32),
         x.new_empty(m if several else 0, dtype=torch.int32),
     )
-
-
-@torch.library.custom_op("terrazzo::w8a8_gemm", mutates_args=())
-def w8a8_gemm(
-    q: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    words: torch.Tensor,
-    channel_scales: torch.Tensor,
-    bias: torch.Tensor | None,
-    n: int,
-    k: int,
-    codes: str,
-    block: bool,
-    layout: str,
-    target: str,
-    out_dtype: torch.dtype,
-    accumulate: str,
-) -> torch.Tensor:
-    """y [M, n] from quantized activations [M, K16] and the fields of a w8a8.PackedWeight."""
-    w, made = (
-        _weight(words, channel_scales, n, k, codes, block, layout, target),
-        _activations(q, scales, zeros, k, block),
-    )
-    if not q.is_cuda:
-        w8_op.numerics_of(codes, block, zeros is not None, accumulate)
-        return w8_reference.forward(made, w, bias, out_dtype)
-    return calls_of("w4a8.w8a8").run(made, q, w, bias, None, out_dtype, accumulate)
-
-
-@torch.library.custom_op("terrazzo::w8a8_grouped_gemm", mutates_args=())
-def w8a8_grouped_gemm(
-    q: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    words: torch.Tensor,
-    channel_scales: torch.Tensor,
-    expert_offsets: torch.Tensor,
-    bias: torch.Tensor | None,
-    n: int,
-    k: int,
-    codes: str,
-    block: bool,
-    layout: str,
-    target: str,
-    out_dtype: torch.dtype,
-    accumulate: str,
-) -> torch.Tensor:
-    """y [M, n] from quantized activations [M, K16] sorted by expert and the fields of a GroupedWeight."""
-    w = GroupedWeight(_weight(words, channel_scales, n, k, codes, block, layout, target))
-    x = _activations(q, scales, zeros, k, block)
-    if not q.is_cuda:
-        calls_of("w4a8.w8a8").check_call((len(q), k), q.device, w, expert_offsets, bias, None, out_dtype, accumulate)
-        product = lambda rows, one, b: w8_reference.forward(x.of_tokens(rows), one, b, out_dtype)
-        return w.reference(product, torch.arange(len(q)), expert_offsets, bias)
-    return calls_of("w4a8.w8a8").run_experts(x, q, w, expert_offsets, bias, None, out_dtype, accumulate)
-
-
-@w8a8_grouped_gemm.register_fake
-def _(q, scales, zeros, words, channel_scales, expert_offsets, bias, n, k, codes, block, layout, target, out_dtype,
-      accumulate):  # fmt: skip
-    return q.new_empty((q.shape[0], n), dtype=out_dtype)
-
-
-@w8a8_gemm.register_fake
-def _(q, scales, zeros, words, channel_scales, bias, n, k, codes, block, layout, target, out_dtype, accumulate):
-    return q.new_empty((q.shape[0], n), dtype=out_dtype)

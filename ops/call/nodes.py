@@ -1,0 +1,121 @@
+"""Calls as opaque nodes of a graph, `torch.ops.terrazzo.<name>_gemm` and `<name>_grouped_gemm`: what torch.compile,
+torch.export and fake tensors see."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from terrazzo.ops import launching
+from terrazzo.ops.call.linear import Choices, calls_of
+from terrazzo.ops.grouped import GroupedWeight, check_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+    Given = Mapping[str, Any]
+
+TYPES = {
+    **dict.fromkeys(("n", "k", "group_size", "blocks8", "m"), "SymInt"),
+    **dict.fromkeys(("symmetric", "block"), "bool"),
+    "out_dtype": "ScalarType",
+    **dict.fromkeys("scale_dtype layout target order codes granularity x_order".split(), "str"),
+    **dict.fromkeys("numerics dequantization pipeline accumulate".split(), "str"),
+}
+"""Of arguments that are no tensors."""
+
+
+class Node(ABC):
+    """The two operators of torch for a kind of weight and activations. Making one registers them.
+
+    Args:
+        name: what they begin with. room: whose calls they run.
+        gemm, experts: their arguments; a question mark stands behind those that may be None. A weight's own fields are
+            taken from it, what else there is from `values`.
+    """
+
+    def __init__(self, name: str, room: str, gemm: str, experts: str) -> None:
+        self.name, self.room = name, room
+        self.gemm, self.experts = (
+            self._register(*it) for it in ((f"{name}_gemm", gemm), (f"{name}_grouped_gemm", experts))
+        )
+
+    @abstractmethod
+    def values(self, x: Any, w: Any, choices: Choices) -> dict[str, Any]:
+        """Arguments by name."""
+
+    @abstractmethod
+    def weight(self, given: Given) -> Any:
+        """The packed weight that arguments are of."""
+
+    @abstractmethod
+    def activations(self, given: Given) -> Any:
+        """The quantized activations, or x."""
+
+    @abstractmethod
+    def choices(self, given: Given) -> Choices:
+        """As `Linear.gemm` takes them."""
+
+    @abstractmethod
+    def reference(
+        self, x: Any, w: Any, bias: torch.Tensor | None, out_dtype: torch.dtype, choices: Choices
+    ) -> torch.Tensor:
+        """y on a device without kernels."""
+
+    def call(
+        self, x: Any, w: Any, bias: torch.Tensor | None, out_dtype: torch.dtype, choices: Choices,
+        offsets: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The node. With the offsets of experts, w is their stacked weight."""
+        import torch
+
+        if bias is None and w.bias is not None and out_dtype != torch.int32:
+            bias = w.bias
+        names, prefix = (self.gemm, "") if offsets is None else (self.experts, "grouped_")
+        own = self.values(x, w, choices)
+        own |= dict(bias=bias, expert_offsets=offsets, out_dtype=out_dtype, target=w.target or "")
+        arguments = [own[name] if name in own else getattr(w, name) for name in names]
+        y = getattr(torch.ops.terrazzo, f"{self.name}_{prefix}gemm")(*arguments)
+        return y if offsets is not None or y.ndim == len(x.shape) else y.view(*x.shape[:-1], w.n)
+
+    def _register(self, name: str, arguments: str) -> tuple[str, ...]:
+        """The names of an operator's arguments."""
+        import torch
+
+        names = tuple(it.removesuffix("?") for it in arguments.split())
+        kinds = [TYPES.get(it, "Tensor?" if it.endswith("?") else "Tensor") for it in arguments.split()]
+        schema = f"({', '.join(map(' '.join, zip(kinds, names)))}) -> Tensor"
+        run = lambda *values: self._run(dict(zip(names, values)))
+        made = torch.library.custom_op(f"terrazzo::{name}", run, mutates_args=(), schema=schema)
+        made.register_fake(lambda *values: self._fake(dict(zip(names, values))))
+        return names
+
+    def _run(self, given: Given) -> torch.Tensor:
+        import torch
+
+        calls, bias, offsets = calls_of(self.room), given["bias"], given.get("expert_offsets")
+        w, x, choices = self.weight(given), self.activations(given), self.choices(given)
+        held = x if calls.wide else getattr(x, calls.plane)
+        out_dtype = given.get("out_dtype", held.dtype)
+        if offsets is None:
+            if held.is_cuda:
+                return calls.run(x, held, w, bias, None, out_dtype, choices)
+            return self.reference(x, w, bias, out_dtype, choices)
+        stack = GroupedWeight(w)
+        if held.is_cuda:
+            return calls.run_experts(x, held, stack, offsets, bias, None, out_dtype, choices)
+        if calls.wide:
+            check_dtype(x)
+        calls.check_call(x.shape, held.device, stack, offsets, bias, None, out_dtype, choices)
+        some = lambda rows: x[rows] if calls.wide else x.of_tokens(rows)
+        product = lambda rows, one, own: self.reference(some(rows), one, own, out_dtype, choices)
+        return stack.reference(product, torch.arange(len(held), device=held.device), offsets, bias)
+
+    def _fake(self, given: Given) -> torch.Tensor:
+        if "x" in given:
+            x = given["x"]
+            launching.check_last(x, given["k"])
+            return x.new_empty((*x.shape[:-1], given["n"]))
+        held = given.get("q8", given.get("q"))
+        return held.new_empty((given.get("m", held.shape[0]), given["n"]), dtype=given["out_dtype"])
