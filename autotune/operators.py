@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from terrazzo.autotune.adapter import Operator
 from terrazzo.autotune.attention_adapter import Attention, AttentionPrefill
-from terrazzo.autotune.linear import KINDS, Linear
+from terrazzo.autotune.linear import Linear
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.kinds.table import KINDS
 
 _ALL = (
-    *(Linear(kind) for kind in KINDS),
-    *(Linear(kind, experts=True) for kind in KINDS),
+    *(Linear(kind) for kind in KINDS.values()),
+    *(Linear(kind, experts=True) for kind in KINDS.values()),
     Attention(),
     AttentionPrefill(),
 )

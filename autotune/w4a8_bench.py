@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.autotune.gemm_bench import OURS, Settings, Shape
+from terrazzo.ops.products import converted
 from terrazzo.schedules.problem import Gemm
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ class W4A8Settings(Settings):
 
 class W4A8Shape(Shape):
     """Rows of W4A8."""
+
+    product = converted.W4A8
 
     @staticmethod
     def requests(n: int, k: int, m: int | Sequence[int], settings: Settings, target: Target) -> list[KernelRequest]:
@@ -92,6 +95,8 @@ class W4A8Shape(Shape):
 class Fp8Shape(W4A8Shape):
     """Rows of W4A8 on e4m3."""
 
+    product = converted.W4A8_FP8
+
     @staticmethod
     def requests(n: int, k: int, m: int | Sequence[int], settings: Settings, target: Target) -> list[KernelRequest]:
         from terrazzo.ops import w4a8
@@ -154,6 +159,8 @@ class Fp8Shape(W4A8Shape):
 
 class Mxfp4Shape(Fp8Shape):
     """MXFP4 on e4m3 activations."""
+
+    product = converted.MXFP4_FP8
 
     @staticmethod
     def requests(n: int, k: int, m: int | Sequence[int], settings: Settings, target: Target) -> list[KernelRequest]:

@@ -16,8 +16,8 @@ from terrazzo.nn.mlp import SparseMLP
 from terrazzo.nn.module import PackedModule
 from terrazzo.ops import attention, launching, model_requests, w4ax, w8a8
 from terrazzo.ops.grouped import all_tokens
+from terrazzo.ops.kinds.base import Serving
 from terrazzo.ops.model_layers import Linear as Kind
-from terrazzo.ops.model_requests import Serving
 from terrazzo.ops.w4a8.w8a8 import op as w8a8_op
 from torch import nn
 

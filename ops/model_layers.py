@@ -62,7 +62,7 @@ class Linear:
     """A kind of linear layer: what tells its kernels from those of others.
 
     Attributes:
-        operator: of `model_requests.OPERATORS`. leaf: last part of its name, "down_proj".
+        operator: record of a product. leaf: last part of its name, "down_proj".
         n, k, group_size: of the weight, as PackedWeight has them.
         symmetric, scale_dtype: of weight-only formats, False and "" of others.
         bias: whether it has one. experts: how many stand in one launch, 0 for a layer of its own.

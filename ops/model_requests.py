@@ -10,7 +10,7 @@ from typing import Any
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import activation, attention, launching, model_layers, norm, rope, w4a8, w4ax
+from terrazzo.ops import activation, attention, model_layers, norm, rope
 from terrazzo.ops.attention.cache.cache import residual_of
 from terrazzo.ops.attention.cache.layout import CacheLayout
 from terrazzo.ops.attention.writing import rope_writing, writing
@@ -18,24 +18,15 @@ from terrazzo.ops.checkpoints import files
 from terrazzo.ops.checkpoints.config import Config
 from terrazzo.ops.checkpoints.reader import Checkpoint
 from terrazzo.ops.formats.kv import HEAD_DIMS
-from terrazzo.ops.grouped import all_tokens
+from terrazzo.ops.kinds.base import Serving
+from terrazzo.ops.kinds.table import KINDS
 from terrazzo.ops.model_layers import Layers, Linear, joined, of_architecture, split
 from terrazzo.ops.products import direct
 from terrazzo.ops.products.table import BY_RECORD
 from terrazzo.ops.stored_layers import operator_of
-from terrazzo.ops.w4a8 import activations as w4a8_activations
-from terrazzo.ops.w4a8 import op as w4a8_op
-from terrazzo.ops.w4a8.w8a8 import grouped as w8a8_grouped
-from terrazzo.ops.w4a8.w8a8 import op as w8a8_op
-from terrazzo.ops.w4ax import activations as w4ax_activations
-from terrazzo.ops.w4ax import fmpq as w4ax_fmpq
-from terrazzo.ops.w4ax import format as w4ax_format
-from terrazzo.ops.weight_only import grouped as weight_only_grouped
-from terrazzo.ops.weight_only import op as weight_only_op
-from terrazzo.schedules import records, rows
+from terrazzo.schedules import rows
 from terrazzo.schedules.models import ARCHITECTURES, Architecture, get_model, layer_counts
 
-OPERATORS = tuple(BY_RECORD)
 SECONDS = {
     "w4a16.small_batch": 2.6, "w4a8.small_batch": 2.6, "w4ax.small_batch": 2.7, "w4a8.quantize_rows": 1.6,
     "w4ax.quantize_blocks": 1.8, "attention.decode": 3.8, "attention.write": 2.0, "attention.new_tokens": 1.8,
@@ -49,53 +40,12 @@ _DTYPES = {"float16": "float16", "half": "float16", "bfloat16": "bfloat16"}
 
 
 @dataclass(frozen=True)
-class Serving:
-    """How a model is served.
-
-    Attributes:
-        target: what it runs on. dtype: of activations, "float16" or "bfloat16". linear: its linear layers too.
-        kv: formats of keys and values, ("int4", "int4"); none: no attention.
-        max_tokens: most tokens of a step, None for any number. m: only these numbers of tokens, in linear layers.
-        ranks: of tensor parallelism. q_lens: new tokens of a decode step. page: tokens of a page, 0 for contiguous.
-        dequantization: of W4A8 on int8 activations. numerics: of W4A16.
-        norms: whether RMSNorm stands in front of W4A8's quantizer, one kernel each. smooth: whether its vector does.
-        parts: whether layers that engines join, as q, k and v, are served by themselves, too.
-    """
-
-    target: Target
-    dtype: str = "float16"
-    linear: bool = True
-    kv: tuple[tuple[str, str], ...] = ()
-    max_tokens: int | None = None
-    m: tuple[int, ...] | None = None
-    ranks: int = 1
-    q_lens: tuple[int, ...] = (1,)
-    page: int = 128
-    dequantization: str = "auto"
-    numerics: str = "auto"
-    norms: tuple[bool, ...] = (False, True)
-    smooth: bool = True
-    parts: bool = True
-
-    def tokens(self, known: Sequence[int], recorded: Sequence[int] = (), times: int = 1) -> list[int] | None:
-        """One M of each bucket up to the one that holds the most tokens, of `known` and of tuned records; None: all.
-
-        Args:
-            times: rows of a step for each token.
-        """
-        if self.m is not None or self.max_tokens is None:
-            return None if self.m is None else [times * m for m in self.m]
-        most, known = self.max_tokens * times, sorted({*known, *recorded})
-        return sorted({*(m for m in known if m < most), next((m for m in known if m >= most), most), most})
-
-
-@dataclass(frozen=True)
 class Weights:
     """How weights are quantized that are not yet.
 
     Attributes:
         group_size: 0 is K. scale_dtype, dtype: None follow the model.
-        operator: of OPERATORS; of stored weights, None is what the checkpoint means.
+        operator: a record of `ops.products`; of stored weights, None is what the checkpoint means.
         static, zeros, ue8m0: of W8A8, as `Linear` has them.
     """
 
@@ -271,9 +221,8 @@ def _linear(made: Plan, layers: Layers, model: Architecture | None, serving: Ser
     from terrazzo.layouts.instances import get_instance
 
     for kind, names in layers.kinds.items():
-        if kind.experts and BY_RECORD[kind.operator].planned and w4ax_format.native(serving.target):
-            arch = serving.target.arch
-            made.skipped[names[0]] = f"experts of W4Ax are one launch on sm_90a alone; {arch} calls each by itself"
+        if why := KINDS[kind.operator].skipped(kind, serving.target):
+            made.skipped[names[0]] = why
             continue
         made.requests |= dict.fromkeys(layer_requests(kind, serving, model.top_k if model else 1))
     for operator in dict.fromkeys(kind.operator for kind in layers.kinds):
@@ -287,16 +236,8 @@ def layer_requests(kind: Linear, serving: Serving, top_k: int = 1) -> list[Kerne
     Args:
         top_k: experts that each token of a step takes, where the layer has experts.
     """
-    return _of_experts(kind, top_k, serving) if kind.experts else _of_layer(kind, serving)
-
-
-def _quant(kind: Linear) -> dict[str, Any]:
-    """What norms and gates are asked for: 16 bits where a layer quantizes them itself."""
-    if kind.static or kind.zeros or kind.ue8m0:
-        return dict(quant=None)
-    if BY_RECORD[kind.operator].direct and _form_of_bytes(kind)["block"]:
-        return dict(quant="e4m3_block128", column_scales=True)
-    return dict(quant=BY_RECORD[kind.operator].x.quant)
+    own = KINDS[kind.operator]
+    return own.experts_requests(kind, serving, top_k) if kind.experts else own.requests(kind, serving)
 
 
 def _rows(made: Plan, model: Architecture, serving: Serving) -> None:
@@ -304,7 +245,7 @@ def _rows(made: Plan, model: Architecture, serving: Serving) -> None:
     at, dtype = serving.target, serving.dtype
     m = serving.tokens(rows.tokens(at)) or rows.tokens(at)
     facts = dict(m=m, dtype=dtype, target=at)
-    quants = sorted({str(made): made for made in map(_quant, made.kinds)}.items())
+    quants = sorted({str(quant): quant for quant in (KINDS[it.operator].quant(it) for it in made.kinds)}.items())
     if model.hidden % rows.VECTOR == 0 < model.hidden <= rows.MAX_COLUMNS:
         for quant, residual in [(q, r) for _, q in quants for r in (False, True)] + [({}, True)]:
             made.requests |= dict.fromkeys(norm.kernel_requests(model.hidden, **facts, residual=residual, **quant))
@@ -315,114 +256,6 @@ def _rows(made: Plan, model: Architecture, serving: Serving) -> None:
                 made.requests |= dict.fromkeys(activation.kernel_requests(own, **facts, **quant))
     if model.head_dim % 16 == 0:
         made.requests |= dict.fromkeys(rope.kernel_requests(model.head_dim, dtype=dtype, target=at))
-
-
-def _of_layer(kind: Linear, serving: Serving) -> list[KernelRequest]:
-    at, dtype, (n, k) = serving.target, serving.dtype, (kind.n, kind.k)
-    if BY_RECORD[kind.operator].wide:
-        facts = _facts(kind) | dict(dtype=dtype)
-        known = records.tokens(kind.operator, weight_only_op.tuning_facts(n, k, **facts), at)
-        m = serving.tokens(launching.ALL_TOKENS, known)
-        facts |= dict(m=m, target=at, bias=kind.bias, numerics=_numerics(kind, serving))
-        return weight_only_op.kernel_requests(n, k, **facts)
-    if BY_RECORD[kind.operator].converted:
-        facts = dict(group_size=kind.group_size, dequantization=_form(kind, serving))
-        known = records.tokens(kind.operator, w4a8_op.tuning_facts(n, k, **facts, out_dtype=dtype), at)
-        m = serving.tokens(launching.ALL_TOKENS, known)
-        found = w4a8.kernel_requests(n, k, m=m, target=at, bias=kind.bias, dtype=dtype, **facts)
-        return found + _quantizers(kind, serving, m or launching.ALL_TOKENS)
-    if BY_RECORD[kind.operator].direct:
-        form = _form_of_bytes(kind)
-        numerics = w8a8_op.numerics_of(**form, zeros=kind.zeros, accumulate="auto")
-        known = records.tokens(w8a8_op.OPERATORS[numerics], w8a8_op.tuning_facts(n, k, dtype, numerics), at)
-        facts = dict(m=serving.tokens(launching.ALL_TOKENS, known), dtype=dtype, target=at, bias=kind.bias)
-        facts |= dict(static=kind.static, zeros=kind.zeros, ue8m0=kind.ue8m0)
-        return [
-            it for smooth in _smooth(serving) for it in w8a8_op.kernel_requests(n, k, **form, **facts, smooth=smooth)
-        ]
-    m = serving.tokens(launching.ALL_TOKENS)
-    facts = dict(dtype=dtype, m=m, target=at, bias=kind.bias)
-    found = w4ax.kernel_requests(n, k, **facts | dict(dtype=None, out_dtype=dtype), granularity="two_level")
-    return found + _block_quantizers(kind, serving, m or launching.ALL_TOKENS)
-
-
-def _block_quantizers(kind: Linear, serving: Serving, rows: Sequence[int]) -> list[KernelRequest]:
-    """What makes W4Ax's activations: of 16 bits, of gates, and of norms with a residual or without."""
-    facts = dict(dtype=serving.dtype, permuted=True, granularity="two_level", target=serving.target)
-    facts["wide"] = not w4ax_format.native(serving.target)
-    own = {False: ("none", "silu"), True: ("none", "residual")} if kind.k % 8 == 0 else {}
-    forms = [(norm, front) for norm in serving.norms for front in own.get(norm, ("none",))]
-    high = round(0.25 * -(-kind.k // w4ax_fmpq.BLOCK))
-    plan = w4ax_activations.plan
-    return list(dict.fromkeys(plan(m, kind.k, high, **facts, norm=n, front=f) for m in rows for n, f in forms))
-
-
-def _form_of_bytes(kind: Linear) -> dict[str, Any]:
-    """`codes` and `block` of a W8A8 layer."""
-    form = w8a8_op.form_of(kind.group_size, kind.k, BY_RECORD[kind.operator].codes.name)
-    return form | dict(block=kind.block or form["block"])
-
-
-def _smooth(serving: Serving) -> tuple[bool, ...]:
-    return (False, True) if serving.smooth else (False,)
-
-
-def _quantizers(kind: Linear, serving: Serving, rows: Sequence[int]) -> list[KernelRequest]:
-    """What makes bytes of W4A8's activations."""
-    facts = dict(dtype=serving.dtype, target=serving.target)
-    facts |= dict(codes=BY_RECORD[kind.operator].x.quant)
-    forms = [(norm, gain) for norm in serving.norms for gain in ((True,) if norm else _smooth(serving))]
-    made = (w4a8_activations.plan(m, kind.k, **facts, norm=norm, gain=gain) for m in rows for norm, gain in forms)
-    return list(dict.fromkeys(made))
-
-
-def _of_experts(kind: Linear, top_k: int, serving: Serving) -> list[KernelRequest]:
-    """All experts in one launch: a step's tokens count once for each expert that they take."""
-    m = serving.tokens(all_tokens(kind.experts), times=max(1, top_k))
-    facts = dict(m=m and tuple(m), bias=kind.bias, target=serving.target)
-    if BY_RECORD[kind.operator].direct:
-        form = _form_of_bytes(kind)
-        own = dict(m=_rows_of(kind, top_k, serving), dtype=serving.dtype, target=serving.target)
-        own |= form | dict(static=kind.static, zeros=kind.zeros, ue8m0=kind.ue8m0)
-        before = [w8a8_op.quantizers(kind.k, **own, smooth=smooth) for smooth in _smooth(serving)]
-        facts |= form | dict(zeros=kind.zeros, out_dtype=serving.dtype)
-        found = w8a8_grouped.grouped_requests(kind.n, kind.k, kind.experts, **facts)
-        return [*found, *(it for made in before for it in made)]
-    if BY_RECORD[kind.operator].planned:
-        found = w4ax.grouped_requests(kind.n, kind.k, kind.experts, **facts, out_dtype=serving.dtype)
-        return found + _block_quantizers(kind, serving, _rows_of(kind, top_k, serving))
-    facts["group_size"] = kind.group_size
-    if BY_RECORD[kind.operator].wide:
-        facts |= _facts(kind) | dict(dtype=serving.dtype, numerics=_numerics(kind, serving))
-        return weight_only_grouped.grouped_requests(kind.n, kind.k, kind.experts, **facts)
-    facts |= dict(out_dtype=serving.dtype, dequantization=_form(kind, serving))
-    found = w4a8.grouped_requests(kind.n, kind.k, kind.experts, **facts)
-    return found + _quantizers(kind, serving, _rows_of(kind, top_k, serving))
-
-
-def _rows_of(kind: Linear, top_k: int, serving: Serving) -> list[int]:
-    """Rows that experts quantize: a step's tokens ahead of their routing (gate and up), or behind it (down)."""
-    every = all_tokens(kind.experts)
-    routed, step = serving.tokens(every, times=max(1, top_k)), serving.tokens(every)
-    return list(every) if routed is None or step is None else sorted({*step, *routed})
-
-
-def _facts(kind: Linear) -> dict[str, Any]:
-    """What tells kernels of weight-only layers apart, besides sizes and dtype."""
-    form = BY_RECORD[kind.operator].codes
-    facts = dict(group_size=kind.group_size, symmetric=kind.symmetric, scale_dtype=kind.scale_dtype, weight=form.name)
-    return facts | (dict(symmetric=True, scale_dtype=form.scales[0]) if form.row_factors else {})
-
-
-def _numerics(kind: Linear, serving: Serving) -> str:
-    """What the serving asks of W4A16; other formats have one way each."""
-    return "auto" if BY_RECORD[kind.operator].codes.row_factors else serving.numerics
-
-
-def _form(kind: Linear, serving: Serving) -> str:
-    """The dequantization that a W4A8 layer's kernels are asked for."""
-    own = BY_RECORD[kind.operator].numerics
-    return serving.dequantization if len(own) > 1 else own[0]
 
 
 def _attention(made: Plan, model: Architecture, serving: Serving) -> None:

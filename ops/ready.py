@@ -8,7 +8,8 @@ from itertools import product
 
 from terrazzo.lowering.targets import TARGET_NAMES, Target
 from terrazzo.ops import model_requests
-from terrazzo.ops.model_requests import Plan, Serving, Weights
+from terrazzo.ops.kinds.base import Serving
+from terrazzo.ops.model_requests import Plan, Weights
 from terrazzo.ops.products import converted, wide
 from terrazzo.ops.products.table import BY_RECORD, PRODUCTS
 from terrazzo.ops.weight_only import op
@@ -19,7 +20,7 @@ class Part:
     """Kernels of a wheel that belong together.
 
     Attributes:
-        operator: of `model_requests.OPERATORS`, or "attention".
+        operator: record of a product, or "attention".
         models: of schedules/models.py. groups: channels for each scale, 0: all of a row. dtypes: of activations.
         kv: formats of keys and values. symmetric: W4A16 without zero points, as GPTQ's symmetric checkpoints.
     """

@@ -248,9 +248,9 @@ def tuned_operators() -> Iterable[str]:
 
 
 def linear_operators() -> Iterable[str]:
-    from terrazzo.autotune.linear import KINDS
+    from terrazzo.ops.products.table import BY_RECORD
 
-    return [kind.name for kind in KINDS]
+    return list(BY_RECORD)
 
 
 def instances() -> Iterable[str]:

@@ -259,6 +259,7 @@ def check_output(output: Path | None, replace: bool) -> None:
 def _add_model(wanted: _Wanted, source: Path | str, at: Target, options: Options) -> None:
     """Everything of a Hugging Face folder, or of a model of the table."""
     from terrazzo.ops import model_requests
+    from terrazzo.ops.kinds.base import Serving
     from terrazzo.ops.products.table import asked_for
 
     if isinstance(source, Path) and model_requests.is_packed(source):
@@ -279,7 +280,7 @@ def _add_model(wanted: _Wanted, source: Path | str, at: Target, options: Options
     if model.stored:
         _check_stored(source)
     kv = options.kv or (((model.dtype, model.dtype),) if op in (None, "attention") else ())
-    serving = model_requests.Serving(
+    serving = Serving(
         at, model.dtype, linear, tuple(it for it in kv if it != NO_CACHE), options.max_tokens, options.ms,
         options.tensor_parallel, options.q_lens, options.page, dequantization, options.numerics,
     )  # fmt: skip

@@ -23,8 +23,9 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import INSTALL_COMPILER
 from terrazzo.ops import activation
+from terrazzo.ops.kinds.base import Serving
 from terrazzo.ops.model_layers import Linear
-from terrazzo.ops.model_requests import Serving, layer_requests
+from terrazzo.ops.model_requests import layer_requests
 from terrazzo.schedules import rows
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from terrazzo.nn import generation  # noqa: E402
 from terrazzo.nn.loading import load  # noqa: E402
 from terrazzo.nn.preparing import kernel_requests  # noqa: E402
 from terrazzo.ops import activation, model_requests, moe, mxfp4, mxfp4_fp8  # noqa: E402
+from terrazzo.ops.kinds.base import Serving  # noqa: E402
 from terrazzo.ops.model_layers import Linear  # noqa: E402
 from terrazzo.ops.w4a8 import fp8_reference  # noqa: E402
 from terrazzo.ops.weight_only import reference  # noqa: E402
@@ -143,7 +144,7 @@ class Real:
     def requests(self) -> list:
         e4m3 = self.activations is not None
         options = dict(m=self.tokens, norms=(False,), smooth=False)
-        serving = model_requests.Serving(Target.detect(), "bfloat16", **options)
+        serving = Serving(Target.detect(), "bfloat16", **options)
         found = activation.kernel_requests(
             HIDDEN, m=[TOP_K * t for t in self.tokens], dtype="bfloat16", target=serving.target,
             activation="swiglu_oai", quant="e4m3" if e4m3 else None,

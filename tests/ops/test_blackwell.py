@@ -9,7 +9,8 @@ from terrazzo.lowering.report import KernelReport
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops import model_requests, registry
-from terrazzo.ops.model_requests import Serving, Weights
+from terrazzo.ops.kinds.base import Serving
+from terrazzo.ops.model_requests import Weights
 
 ARCHS = ("sm_100a", "sm_120a")
 FORMS = {

@@ -12,7 +12,8 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import attention, model_layers, model_requests, w4a16
 from terrazzo.ops.grouped import GroupedWeight
-from terrazzo.ops.model_requests import Serving, Weights
+from terrazzo.ops.kinds.base import Serving
+from terrazzo.ops.model_requests import Weights
 from terrazzo.schedules.models import ARCHITECTURES, Architecture
 from test_w4a16_importers import load
 

@@ -8,13 +8,13 @@ from importlib import import_module
 from itertools import product as every
 
 import pytest
-from terrazzo.autotune.linear import KINDS
 from terrazzo.layouts.converters import CONVERTERS
 from terrazzo.layouts.instances import INSTANCES
 from terrazzo.layouts.units import derive_unit
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import CAPABILITIES, Target
 from terrazzo.ops import ready, registry, stored_layers
+from terrazzo.ops.kinds.table import KINDS
 from terrazzo.ops.linear.bytes import fp8_problem, problem
 from terrazzo.ops.products.planes import Size
 from terrazzo.ops.products.product import Product
@@ -52,7 +52,7 @@ def test_what_it_names_exists(product: Product):
 @pytest.mark.parametrize("arch", CAPABILITIES)
 def test_its_programs_are_those_of_plans(product: Product, experts: int, arch: str):
     """Those of many M, all groups and both kinds of scales, and no others."""
-    kind, one = next(it for it in KINDS if it.name == product.record), product.on(arch)
+    kind, one = KINDS[product.record], product.on(arch)
     groups = (None, *product.codes.groups)
     facts = [kind.facts(4096, 4096, experts, dtype="bfloat16", group=it, symmetric=False) for it in groups]
     if product.planned and not experts:
@@ -92,7 +92,6 @@ def test_tables_of_operators_are_derived():
     assert w8a8_op.OPERATORS == {way.name: one.record for one in PRODUCTS if one.direct for way in one.ways}
     assert problem.DEQUANTIZATIONS == converters["w4a8"]
     assert fp8_problem.CONVERTERS == converters["w4a8_fp8"] | converters["mxfp4_fp8"]
-    assert {one.record: one.x.rate for one in PRODUCTS} == {kind.name: kind.rate for kind in KINDS}
 
     assert {one.record for one in PRODUCTS if not one.wheel} == {it.operator for it in ready.PARTS} - {"attention"}
 

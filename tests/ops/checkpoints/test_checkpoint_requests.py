@@ -7,7 +7,8 @@ import torch
 from checkpoint_folders import KINDS, LAYER, stored, write
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import model_requests, w4a8, w4a16
-from terrazzo.ops.model_requests import Serving, Weights
+from terrazzo.ops.kinds.base import Serving
+from terrazzo.ops.model_requests import Weights
 from terrazzo.ops.w4a8 import fp8
 from test_checkpoint_families import qserve
 

@@ -11,7 +11,8 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import fp8, model_layers, model_requests, stored_layers, w8a8, w8a16
 from terrazzo.ops.checkpoints import Checkpoint, loaders
-from terrazzo.ops.model_requests import Serving, Weights
+from terrazzo.ops.kinds.base import Serving
+from terrazzo.ops.model_requests import Weights
 from terrazzo.ops.w4a8.w8a8 import activations as w8a8_activations
 
 N, K = 300, 256
