@@ -78,12 +78,12 @@ class GroupedCodes(Plain):
         """
         import torch
 
-        codes = weights.as_tensor("codes", codes)
-        given = {"scales": scales, "zeros": zeros, "perm": perm, "bias": bias}
-        scales, zeros, perm, bias = (
-            None if t is None else weights.as_tensor(name, t, codes.device) for name, t in given.items()
+        codes, scales, zeros, perm, bias = weights.as_tensors(
+            codes=codes, scales=scales, zeros=zeros, perm=perm, bias=bias
         )
-        n, k = _check_codes(codes, cls.bits)
+        other = "; weights of 8 bits are those of w8a16" if cls.bits == 4 else ""
+        last, remedy = (1 << cls.bits) - 1, f"add {1 << cls.bits - 1} to signed codes{other}"
+        n, k = weights.check_codes(codes, 0, last, remedy)
         group_size = _check_scales(scales, n, k, group_size)
         zeros = _check_zeros(zeros, scales, cls.bits)
         if group_size not in (k, *GROUPS):
@@ -91,22 +91,13 @@ class GroupedCodes(Plain):
             scales, zeros = scales[:, source], None if zeros is None else zeros[:, source]
         if perm is not None:
             perm = check_perm(perm, k)
-        if bias is not None and (tuple(bias.shape) != (n,) or weights.dtype_name(bias) not in SCALE_DTYPES):
-            raise ArgumentError(
-                "bias",
-                f"{weights.dtype_name(bias)} {list(bias.shape)}",
-                f"must be a float vector [{n}] of {' or '.join(SCALE_DTYPES)}",
-                "pass one value for each output feature",
-            )
-        if bias is not None:
-            weights.check_finite("bias", bias, "repair the checkpoint")
         return cls(
             codes=codes.to(torch.uint8).contiguous(),
             scales=scales.contiguous(),
             group_size=group_size,
             zeros=None if zeros is None else zeros.contiguous(),
             perm=perm,
-            bias=None if bias is None else bias.contiguous(),
+            bias=weights.bias_of(bias, n),
         )
 
 
@@ -139,21 +130,6 @@ def derive_group(k: int, groups: int) -> int | None:
     if even and even % GROUPS[0] == 0 and even not in fits and (fits or even % GROUPS[-1] == 0):
         fits.append(even)
     return fits[0] if len(fits) == 1 else None
-
-
-def _check_codes(codes: torch.Tensor, bits: int) -> tuple[int, int]:
-    if codes.ndim != 2 or 0 in codes.shape or not weights.is_integer(codes):
-        raise ArgumentError(
-            "codes",
-            f"{weights.dtype_name(codes)} {list(codes.shape)}",
-            "must be integers [N, K] with N, K >= 1",
-            "pass one code for each weight; quantize() makes them from a float weight",
-        )
-    if (value := weights.out_of_range(codes, 0, (1 << bits) - 1)) is not None:
-        other = "; weights of 8 bits are those of w8a16" if bits == 4 else ""
-        remedy = f"add {1 << bits - 1} to signed codes{other}"
-        raise ArgumentError("codes", value, f"must be in 0..{(1 << bits) - 1}", remedy)
-    return tuple(codes.shape)
 
 
 def _check_scales(scales: torch.Tensor, n: int, k: int, group_size: int | None) -> int:

@@ -80,11 +80,14 @@ def as_tensor(name: str, value: Any, device: torch.device | None = None) -> torc
 
 
 def as_tensors(**given: Any) -> Iterator[torch.Tensor | None]:
-    """`as_tensor` of each, where the first one lies; None stays None."""
+    """`as_tensor` of each, where the first one lies, which is needed; None of another stays None."""
     device = None
     for name, value in given.items():
-        tensor = None if value is None else as_tensor(name, value, device)
-        device = tensor.device if device is None and tensor is not None else device
+        if value is None and device is not None:
+            yield None
+            continue
+        tensor = as_tensor(name, value, device)
+        device = device or tensor.device
         yield tensor
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack
+from terrazzo.ops.quantizers.rows import best_of
 from terrazzo.ops.w4a8 import entry
 from terrazzo.ops.w4a8.activations import QuantizedActivations
 from terrazzo.ops.w4a8.format import GROUPS, UNIT_K
@@ -122,18 +123,14 @@ def _round(
     v = torch.nn.functional.pad(w, (0, short)).view(rows, -1, group_size)
     index = v.abs().argmax(dim=-1, keepdim=True)
     peak = v.gather(-1, index)[..., 0]
-    best = None
     _, channel = split_scales(peak / min(abs(d) for d in DIVISORS))
-    for divisor in DIVISORS:
+
+    def tried(divisor: float) -> tuple[torch.Tensor, ...]:
         factors = (peak / divisor / channel[:, None]).half()
         scale = (factors.float() * channel[:, None])[..., None]
         codes = torch.where(scale == 0, 0, v / scale).round_().clamp_(-8, 7)
         error = (codes * scale - v).square_()
-        error = (error if share is None else error.mul_(share)).sum(-1)
-        if best is None:
-            best = [codes, factors, error]
-            continue
-        better = error < best[2]
-        for i, found in enumerate((codes, factors, error)):
-            best[i] = torch.where(better[..., None] if i == 0 else better, found, best[i])
-    return best[0].to(torch.int8).view(rows, -1)[:, :k], best[1], channel
+        return (error if share is None else error.mul_(share)).sum(-1), codes, factors
+
+    codes, factors = best_of(map(tried, DIVISORS))
+    return codes.to(torch.int8).view(rows, -1)[:, :k], factors, channel

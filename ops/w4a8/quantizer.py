@@ -6,11 +6,12 @@ scale, so that no byte overflows (specs.md D, equation 11; by brute force, 119 i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
-from terrazzo.ops.quantizers.rows import divide, row_chunks
+from terrazzo.ops.quantizers.rows import best_of, divide, row_chunks
 from terrazzo.ops.w4a8.format import GROUPS, LARGEST_SCALE, PackedWeight, QuantizedWeight, pack
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ RANGE = 119
 RULES = ("best2", "nearest", "ceil", "search")
 CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 """Shares of a group's range that "search" tries."""
-"""Weights quantized at a time: the CPU's caches, or a few hundred MB of scratch memory on a GPU."""
 
 
 @dlpack.accepting
@@ -156,22 +156,19 @@ def _searched(
 
     A byte is at most half a scale above its value, or the lowest one, so that none overflows, as without clipping.
     """
-    import torch
-
     low, high = v.amin(-1, keepdim=True), v.amax(-1, keepdim=True)
     middle, half = (low + high) / 2, (high - low) / 2
-    weight, best = counted if share is None else counted * share, None
-    for clip in CLIPS:
-        bottom = (middle - half * clip + 0.5).floor_()
-        steps = divide(2 * half * clip, 15)
-        for scale in (steps.floor().clamp_(1, LARGEST_SCALE), steps.ceil().clamp_(1, LARGEST_SCALE)):
-            error = ((_round(v - bottom, scale) * scale + bottom - v).square_() * weight).sum(-1, keepdim=True)
-            if best is None:
-                best = error, scale, bottom
-            else:
-                better = error < best[0]
-                best = tuple(torch.where(better, *pair) for pair in zip((error, scale, bottom), best))
-    _, scale, bottom = best
+    weight = counted if share is None else counted * share
+
+    def tried() -> Iterator[tuple[torch.Tensor, ...]]:
+        for clip in CLIPS:
+            bottom = (middle - half * clip + 0.5).floor_()
+            steps = divide(2 * half * clip, 15)
+            for scale in (steps.floor().clamp_(1, LARGEST_SCALE), steps.ceil().clamp_(1, LARGEST_SCALE)):
+                error = (_round(v - bottom, scale) * scale + bottom - v).square_() * weight
+                yield error.sum(-1, keepdim=True), scale, bottom
+
+    scale, bottom = best_of(tried())
     return _round(v - bottom, scale), scale[..., 0], bottom[..., 0]
 
 

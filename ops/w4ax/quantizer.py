@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
-from terrazzo.ops.quantizers.rows import divide, row_chunks
+from terrazzo.ops.quantizers.rows import best_of, divide, row_chunks
 from terrazzo.ops.w4ax.fmpq import BLOCK, BlockPlan
 from terrazzo.ops.w4ax.format import LARGEST_MULTIPLIER, SCALES, PackedWeight, QuantizedWeight, pack
 
@@ -131,15 +131,12 @@ def _cheapest(
     w: torch.Tensor, share: torch.Tensor | None, tried: Iterable[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes [R, Kp], scales [R, B]): of the scales tried, the first with the least squared error of its block."""
-    best, scales = None, None
-    for scale in tried:
-        error = (_round(w, scale) * scale[..., None] - w).square_()
-        error = (error if share is None else error * share).sum(dim=-1)
-        if best is None:
-            best, scales = error, scale
-        else:
-            better = error < best
-            best, scales = best.where(~better, error), scales.where(~better, scale)
+
+    def error(scale: torch.Tensor) -> torch.Tensor:
+        found = (_round(w, scale) * scale[..., None] - w).square_()
+        return (found if share is None else found * share).sum(dim=-1)
+
+    (scales,) = best_of((error(scale), scale) for scale in tried)
     return _round(w, scales).flatten(1), scales
 
 

@@ -88,14 +88,7 @@ class QuantizedWeight(Plain):
             if factors is not None:
                 constraint = f"are of formats with e4m3 scales, not of {form.name}"
                 raise ArgumentError("factors", weights.described(factors), constraint, "put them into the scales")
-        if bias is not None:
-            bias = weights.as_tensor("bias", bias, codes.device)
-            if tuple(bias.shape) != (n,) or weights.dtype_name(bias) not in weights.FLOATS:
-                seen = f"{weights.dtype_name(bias)} {list(bias.shape)}"
-                constraint = f"must be a float vector [{n}] of {' or '.join(weights.FLOATS)}"
-                raise ArgumentError("bias", seen, constraint, "pass one value for each output feature")
-            weights.check_finite("bias", bias, "repair the checkpoint")
-            bias = bias.contiguous()
+        bias = None if bias is None else weights.bias_of(weights.as_tensor("bias", bias, codes.device), n)
         return cls(codes, scales, min(group_size, k) if form.one_group else group_size, form.name, bias, factors)
 
     @property

@@ -6,15 +6,13 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
+from terrazzo.ops.quantizers.rows import best_of, row_chunks
 from terrazzo.ops.weight_only.integers import GROUPS, PackedWeight, QuantizedWeight, pack
 
 if TYPE_CHECKING:
     import torch
     from terrazzo.lowering.targets import Target
     from terrazzo.ops.dlpack import SupportsDLPack
-
-_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""Weights quantized at a time: the CPU's caches, or a few hundred MB of scratch memory on a GPU."""
 
 _TINY = 2.0**-120
 """Scales up to here count as 0: their reciprocal is not a float32."""
@@ -44,17 +42,9 @@ def quantize(
     Raises:
         ArgumentError: see `quantize_weight`. TargetError: see `Target.parse`.
     """
-    quantized = quantize_weight(
-        weight,
-        group_size=group_size,
-        symmetric=symmetric,
-        scale_dtype=scale_dtype,
-        clip_steps=clip_steps,
-        clip_min=clip_min,
-        importance=importance,
-        bias=bias,
-    )
-    return pack(quantized, target=target)
+    options = dict(symmetric=symmetric, scale_dtype=scale_dtype, clip_steps=clip_steps, clip_min=clip_min)
+    facts = dict(group_size=group_size, importance=importance, bias=bias)
+    return pack(of_float(QuantizedWeight, weight, **facts, **options), target=target)
 
 
 @dlpack.accepting
@@ -114,9 +104,7 @@ def of_float(
     scales = torch.empty(n, groups, dtype=scale_dtype, device=weight.device)
     zeros = torch.empty(n, groups, dtype=torch.uint8, device=weight.device)
     ratios = torch.linspace(1.0, clip_min, clip_steps, dtype=torch.float32, device="cpu").tolist()
-    rows = max(1, _CHUNK.get(weight.device.type, 1 << 24) // (groups * group))
-    for lo in range(0, n, rows):
-        part = slice(lo, min(lo + rows, n))
+    for part in row_chunks(n, 2 * groups * group, weight.device.type):  # 2: the search holds more beside them
         # A padded 0 is exactly representable at any scale: it moves neither the range nor the error of a ragged group.
         w = torch.nn.functional.pad(weight[part].float(), (0, groups * group - k)).view(-1, groups, group)
         q, s, z = _search(w, symmetric, scale_dtype, ratios, share, zero)
@@ -157,16 +145,15 @@ def _search(
     # Symmetric: zero - 1 steps reach the largest magnitude on either side; the search finds those below it, too.
     span, levels = (torch.maximum(high, -low), zero - 1.0) if symmetric else (high - low, 2.0 * zero - 1)
     last = 2 * zero - 1
-    best = None
-    for ratio in ratios:
+
+    def tried(ratio: float) -> tuple[torch.Tensor, ...]:
         s = (span * (ratio / levels)).to(scale_dtype)
         s = torch.where(s > _TINY, s, 0.0)  # an all-zero (or underflowing) group: scale 0, codes at the zero point
         z = torch.full_like(span, zero) if symmetric else (-low * ratio * _inverse(s)).round_().clamp_(0, last)
         error = _round(w, s, z, last).sub_(z[..., None]).mul_(s.float()[..., None]).sub_(w).square_()
-        error = (error if share is None else error.mul_(share)).sum(-1)
-        better = None if best is None else error < best[0]
-        best = (error, s, z) if best is None else [torch.where(better, *pair) for pair in zip((error, s, z), best)]
-    _, s, z = best
+        return (error if share is None else error.mul_(share)).sum(-1), s, z
+
+    s, z = best_of(map(tried, ratios))
     return _round(w, s, z, last).to(torch.uint8), s, z.to(torch.uint8)
 
 

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
 from terrazzo.ops.products.codes import E2M1
+from terrazzo.ops.quantizers.rows import best_of, row_chunks
 from terrazzo.ops.weight_only.format import QuantizedWeight
 
 if TYPE_CHECKING:
     import torch
     from terrazzo.ops.dlpack import SupportsDLPack
 
-_ROWS = 1 << 22
-"""Weights quantized at a time."""
 GRANULARITIES = ("tensor", "channel", "block")
 
 
@@ -35,17 +34,13 @@ def quantize_mxfp4(weight: SupportsDLPack, *, bias: SupportsDLPack | None = None
     groups = -(-k // 32)
     codes = torch.empty(n, groups * 32, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(n, groups, dtype=torch.uint8, device=weight.device)
-    rows = max(1, _ROWS // (groups * 32))
-    for low in range(0, n, rows):
-        part = slice(low, min(low + rows, n))
+    for part in row_chunks(n, groups * 32, weight.device.type):
         w = torch.nn.functional.pad(weight[part].float(), (0, groups * 32 - k)).view(-1, groups, 32)
         amax = w.abs().amax(-1)
         floor = torch.where(amax > 0, torch.frexp(amax).exponent - 1 - 2, -127)
         ceil = floor + (amax > torch.ldexp(torch.full_like(amax, 6.0), floor)).int()
-        found = [_rounded(w, (exponent + 127).clamp(0, 254)) for exponent in (floor, ceil)]
-        better = (found[1][2] < found[0][2])[..., None]
-        codes[part] = torch.where(better, found[1][0], found[0][0]).view(-1, groups * 32)
-        scales[part] = torch.where(better[..., 0], found[1][1], found[0][1])
+        found, scales[part] = best_of(_rounded(w, (exponent + 127).clamp(0, 254)) for exponent in (floor, ceil))
+        codes[part] = found.view(-1, groups * 32)
     return QuantizedWeight.canonical(codes[:, :k], scales, weight="mxfp4", group_size=32, bias=bias)
 
 
@@ -67,9 +62,7 @@ def quantize_nvfp4(weight: SupportsDLPack, *, bias: SupportsDLPack | None = None
     factor = torch.tensor(whole if whole > 0 else 1.0, dtype=torch.float32, device=weight.device)
     codes = torch.empty(n, groups * 16, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(n, groups, dtype=torch.float8_e4m3fn, device=weight.device)
-    rows = max(1, _ROWS // (groups * 16))
-    for low in range(0, n, rows):
-        part = slice(low, min(low + rows, n))
+    for part in row_chunks(n, groups * 16, weight.device.type):
         w = torch.nn.functional.pad(weight[part].float(), (0, groups * 16 - k)).view(-1, groups, 16)
         scales[part] = (w.abs().amax(-1) / 6 / factor).clamp(max=448).to(torch.float8_e4m3fn)
         each = scales[part].float() * factor
@@ -92,13 +85,13 @@ def _nearest(values: torch.Tensor) -> torch.Tensor:
 
 
 def _rounded(w: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes uint8 of w [R, G, 32], the scale as uint8 and the squared error, [R, G]; ties to the even code."""
+    """The squared error of w [R, G, 32], its uint8 codes, and the scale [R, G] as uint8; ties to the even code."""
     import torch
 
     code = _nearest(torch.ldexp(w.double(), (127 - scale)[..., None]).float())
     value = torch.ldexp(torch.tensor(E2M1, device=w.device)[(code & 7).long()].double(), (scale - 127)[..., None])
     error = (value - w.double().abs()).square().sum(-1)
-    return code, scale.to(torch.uint8), error
+    return error, code, scale.to(torch.uint8)
 
 
 @dlpack.accepting

@@ -6,7 +6,7 @@ import pytest
 import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import w4a16
-from terrazzo.ops.weight_only import integer_quantizer as quantizer
+from terrazzo.ops.quantizers import rows
 
 
 def weight(n=96, k=512, seed=0, dtype=torch.float16) -> torch.Tensor:
@@ -111,7 +111,7 @@ def test_scale_dtype_follows_the_weight(dtype):
 def test_chunks_do_not_matter(monkeypatch):
     w = weight()
     whole = w4a16.quantize(w, bias=torch.ones(96))
-    monkeypatch.setitem(quantizer._CHUNK, "cpu", 7 * 512)
+    monkeypatch.setitem(rows._CHUNK, "cpu", 2 * 7 * 512)
     parts = w4a16.quantize(w, bias=torch.ones(96))
     assert torch.equal(whole.words, parts.words) and torch.equal(whole.params, parts.params) and parts.bias is not None
 
