@@ -183,10 +183,11 @@ def norm_calls(calls: Calls, data: list, weight: Any, quant: str, o: argparse.Na
     from terrazzo.nn import glue
     from terrazzo.ops import norm, w4a8
     from terrazzo.ops.norm import reference
+    from terrazzo.ops.norm.op import Call
 
     form = None if quant == "none" else quant
     given = (weight, None, None, EPS, EPS, "llama", form, "fused", False, False)
-    y, codes, h = reference.rms_norm(*data[0], *given)
+    y, codes, h = reference.rms_norm(Call(*data[0], *given))
     run = lambda x, r: norm.fused_add_rms_norm(x, r, weight, eps=EPS, quant=form)
     residual = data[0][1].clone()
     wrong = compare(run(data[0][0], residual), y if codes is None else codes, 0.0)
@@ -208,10 +209,11 @@ def act_calls(calls: Calls, data: list, weight: Any, quant: str, o: argparse.Nam
     from terrazzo.nn import glue
     from terrazzo.ops import activation, w4a8
     from terrazzo.ops.activation import reference
+    from terrazzo.ops.activation.op import Call
 
     form = None if quant == "none" else quant
     given = (None, None, "silu", "gate_up", 1.702, None, form, "fused", False)
-    y, codes = reference.act_and_mul(data[0][0], *given)
+    y, codes = reference.act_and_mul(Call(data[0][0], *given))
     run = lambda x: activation.act_and_mul(x, quant=form)
     wrong = compare(run(data[0][0]), y if codes is None else codes, 1e-3)
     calls["ours"] = [partial(run, x) for (x,) in data]

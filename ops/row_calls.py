@@ -1,20 +1,119 @@
-"""What operators on rows do before a launch: checks, what they allocate, vectors in float32 that are kept."""
+"""The call path of operators on rows: choice of a kernel, what is ready to launch, checks, vectors that are kept.
+
+An operator's `run` finds in `ready` what an equal call has passed before; a call without an equal goes through `apart`,
+which checks it, and `prepare`.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
-from terrazzo.ops import derived, launching, quantized, weights
+from terrazzo.lowering.targets import Target
+from terrazzo.ops import derived, dlpack, launching, quantized, weights
 from terrazzo.schedules import rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from types import ModuleType
 
     import torch
 
 DTYPES = ("float16", "bfloat16")
+UNFIT = (AttributeError, TypeError, RuntimeError, IndexError, ZeroDivisionError)
+"""What making a key of a call raises where its checks refuse it."""
+ready: dict[tuple, tuple] = {}
+"""What tells two calls apart -> (kernel, launcher, stand-ins)."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What chooses an operator's kernel besides M and target: fields that its program's `build` takes. An operator adds
+    them, and `check`, which raises ArgumentError where no kernel serves them."""
+
+    NAME: ClassVar[str]
+    PROGRAM: ClassVar[ModuleType]
+
+    def params(self) -> dict[str, Any]:
+        """Arguments of `build`."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def schedule(self, m: int, target: Target, device: Target) -> rows.Rows | None:
+        """How a program of `target` shares m rows out on a GPU."""
+        return None
+
+    def requests(self, m: int | Sequence[int] | None, target: Target | str) -> list[KernelRequest]:
+        """The kernels for these numbers of rows, None for any; see an operator's `kernel_requests`."""
+        at, device = launching.requested_targets(target)
+        self.check()
+        tokens = rows.tokens(device) if m is None else launching.tokens_of(m)
+        return list(dict.fromkeys(plan(t, self, at, device) for t in tokens))
+
+
+@lru_cache(maxsize=2048)
+def plan(
+    m: int, choices: Choices, target: Target, device: Target | None = None, schedule: rows.Rows | None = None
+) -> KernelRequest:
+    """The kernel for m >= 1 rows.
+
+    Args:
+        device: the GPU, where that is newer than `target`. schedule: None for what the operator chooses.
+    """
+    params, program = choices.params(), choices.PROGRAM
+    if "quant" in params:
+        quantized.check_codes_on(target, params["quant"])
+        params["output"] = params.pop("quant") or "none"
+    schedule = schedule or choices.schedule(m, target, device or target)
+    params |= {} if schedule is None else schedule.params()
+    entry, flags = f"{program.__name__}:build", launching.ptx_flags(target, device)
+    return KernelRequest(choices.NAME, entry, tuple(params.items()), target, program.PASS_CONFIGS, flags)
+
+
+def seen(t: torch.Tensor, shape: object = None) -> tuple:
+    """What checks look at in a tensor beside x; shape: what they ask of its shape, where that is not the shape."""
+    return type(t), t.dtype, t.layout, t.get_device(), t.shape if shape is None else shape
+
+
+def apart(operator: Callable, call: Any, check: Callable[[Any], None], torch_op: ModuleType) -> Any:
+    """What a call returns that is not launched from here: one of other libraries' arrays, in a trace, on a CPU; else
+    None.
+
+    Args:
+        operator: the public one. call: its arguments by name, x first. check: raises an error for one that does not
+            fit. torch_op: its module with `call`, a node of a graph, and `on_cpu`.
+    """
+    if any(map(dlpack.is_foreign, call)):
+        return dlpack.call(operator, call._asdict())
+    check(call)
+    traced = launching.is_traced(call[0])
+    if call[0].is_cuda and not traced:
+        return None
+    return torch_op.call(call) if traced else torch_op.on_cpu(call)
+
+
+def launched(op: ModuleType, call: Any) -> tuple:
+    """What `run` of an operator's module gives for a call on a GPU that may be new."""
+    made = op.run(call)
+    if made is None:
+        op.check(call)
+        made = op.run(call, new=True)
+    return made
+
+
+def prepare(key: tuple, m: int, choices: Choices, x: torch.Tensor, target: str | None, *vectors: torch.dtype) -> tuple:
+    """(kernel, its launcher, stand-ins for what is not there: x's rows, codes, a vector of each dtype); in `ready`."""
+    import torch
+
+    launching.check_tokens(m)
+    at, device = launching.targets(target, x.device, "x")
+    kernel = launching.warm_kernel(plan(max(1, m), choices, at, device), m, choices.NAME, x.device)
+    rows_, codes, *rest = launching.stand_ins(x.device, x.dtype, torch.int8, *vectors)
+    made = map(launching.argument, (rows_.view(1, 1), codes.view(1, 1), *rest))
+    found = ready[key] = (kernel, kernel.launcher(x.device.index), *made)
+    return found
 
 
 def check_columns(k: int, name: str = "x") -> None:
@@ -70,16 +169,6 @@ def kept(owner: torch.Tensor, other: torch.Tensor | None, kind: tuple, make: Cal
 def inverse_of(smooth: torch.Tensor) -> torch.Tensor:
     """float32: 1 / smooth, kept with it."""
     return kept(smooth, None, ("rows", "inverse"), lambda: 1 / smooth.float())
-
-
-def prepare(
-    request: KernelRequest, m: int, operator: str, device: torch.device, matrices: tuple, vectors: tuple
-) -> tuple:
-    """(kernel, its launcher, a stand-in [1, 1] of each dtype of `matrices`, and [1] of each of `vectors`)."""
-    kernel = launching.warm_kernel(request, m, operator, device)
-    made = launching.stand_ins(device, *matrices, *vectors)
-    made[: len(matrices)] = [t.view(1, 1) for t in made[: len(matrices)]]
-    return (kernel, kernel.launcher(device.index), *map(launching.argument, made))
 
 
 def allocate(

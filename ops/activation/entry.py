@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from terrazzo.ops import dlpack, launching, row_calls, weights
+from terrazzo.ops import row_calls
 from terrazzo.ops.activation import op
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ LIMIT = 7.0
 """gpt-oss's bound of gate and up."""
 
 
-@dlpack.accepting
 def act_and_mul(
     x: Array,
     *,
@@ -52,15 +51,13 @@ def act_and_mul(
     """
     if limit is None and activation == "swiglu_oai":
         limit = LIMIT
-    op.check_operands(x, smooth, expert_offsets, alpha, limit)
-    experts = 0 if expert_offsets is None else len(expert_offsets) - 1
-    op.check_choices(
-        x.shape[-1] // 2, weights.dtype_name(x), activation, layout, quant, numerics, column_scales,
-        smooth is not None, experts,
-    )  # fmt: skip
-    given = (x, smooth, expert_offsets, activation, layout, alpha, limit, quant, numerics, column_scales)
-    if not x.is_cuda or launching.is_traced(x):
-        from terrazzo.ops.activation import reference, torch_op
+    options = (activation, layout, alpha, limit, quant, numerics, column_scales, target)
+    call = op.Call(x, smooth, expert_offsets, *options)
+    made = op.run(call)
+    if made is None:
+        from terrazzo.ops.activation import torch_op
 
-        return torch_op.call(*given) if launching.is_traced(x) else row_calls.returned(*reference.act_and_mul(*given))
-    return row_calls.returned(*op.run(*given, target))
+        if (made := row_calls.apart(act_and_mul, call, op.check, torch_op)) is not None:
+            return made
+        made = op.run(call, new=True)
+    return row_calls.returned(*made)

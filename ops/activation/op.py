@@ -1,9 +1,9 @@
-"""The kernel of gated activations for a call: schedule, checks, launch, and requests for ahead-of-time compilation."""
+"""The kernel of gated activations for a call: choices, checks, launch, and requests for ahead-of-time compilation."""
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
@@ -14,33 +14,74 @@ from terrazzo.schedules import rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import ModuleType
 
     import torch
     from terrazzo.ops.quantized import BlockQuantizedActivations, QuantizedActivations
 
 
-@lru_cache(maxsize=1024)
-def plan(
-    m: int, k: int, *, dtype: str, activation: str, layout: str, clamps: bool, numerics: str, smooth: bool,
-    by_expert: bool, experts: int, quant: str | None, column_scales: bool, target: Target, device: Target | None = None,
-    schedule: rows.Rows | None = None,
-) -> KernelRequest:  # fmt: skip
-    """The kernel for m >= 1 rows of k values of h; `schedule` None is what `rows.choose` takes.
+class Call(NamedTuple):
+    """Arguments of `act_and_mul`."""
 
-    Args:
-        device: the GPU, where that is newer than `target`. The rest is as in program.build.
-    """
-    quantized.check_codes_on(target, quant)
-    parts = rows.PARTS if quant not in ("int8", "e4m3") or target.supports("cluster") else 1
-    schedule = schedule or rows.choose(k, device or target, m, parts)
-    params = dict(
-        k=k, dtype=dtype, activation=activation, layout=layout, clamps=clamps, numerics=numerics, smooth=smooth,
-        by_expert=by_expert, experts=experts, output=quant or "none", column_scales=column_scales,
-    )  # fmt: skip
-    params |= schedule.params()
-    flags = launching.ptx_flags(target, device)
-    entry = f"{program.__name__}:build"
-    return KernelRequest("activation.act_and_mul", entry, tuple(params.items()), target, program.PASS_CONFIGS, flags)
+    x: torch.Tensor
+    smooth: torch.Tensor | None
+    expert_offsets: torch.Tensor | None
+    activation: str
+    layout: str
+    alpha: float
+    limit: float | None
+    quant: str | None
+    numerics: str
+    column_scales: bool
+    target: str | None = None
+
+    @property
+    def choices(self) -> Choices:
+        """Of its kernel."""
+        by_expert = self.smooth is not None and self.smooth.ndim == 2
+        return Choices(
+            self.x.shape[-1] // 2, weights.dtype_name(self.x), self.activation, self.layout, self.limit is not None,
+            self.numerics, self.smooth is not None, by_expert,
+            0 if self.expert_offsets is None else len(self.expert_offsets) - 1, self.quant, self.column_scales,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Choices(row_calls.Choices):
+    """What chooses a kernel; as in program.build."""
+
+    NAME: ClassVar[str] = "activation.act_and_mul"
+    PROGRAM: ClassVar[ModuleType] = program
+    k: int
+    dtype: str
+    activation: str = "silu"
+    layout: str = "gate_up"
+    clamps: bool = False
+    numerics: str = "fused"
+    smooth: bool = False
+    by_expert: bool = False
+    experts: int = 0
+    quant: str | None = None
+    column_scales: bool = False
+
+    def schedule(self, m: int, target: Target, device: Target) -> rows.Rows:
+        parts = rows.PARTS if self.quant not in ("int8", "e4m3") or target.supports("cluster") else 1
+        return rows.choose(self.k, device, m, parts)
+
+    def check(self) -> None:
+        """Raise ArgumentError unless a kernel serves these choices."""
+        row_calls.check_choice("x", self.dtype, row_calls.DTYPES)
+        row_calls.check_choice("activation", self.activation, program.ACTIVATIONS)
+        row_calls.check_choice("layout", self.layout, program.LAYOUTS)
+        row_calls.check_choice("numerics", self.numerics, program.NUMERICS)
+        quantized.check_quant(self.quant, self.column_scales)
+        if self.smooth and self.quant is None and self.numerics == "model":
+            constraint = "cannot follow an h that is rounded as models round it and not quantized"
+            raise ArgumentError("smooth", "given", constraint, "leave it out, or use numerics='fused'")
+        if type(self.experts) is not int or not 0 <= self.experts <= program.MOST_EXPERTS:
+            constraint = f"must be of at most {program.MOST_EXPERTS} experts"
+            raise ArgumentError("expert_offsets", self.experts, constraint, "split the experts")
+        row_calls.check_columns(self.k)
 
 
 def kernel_requests(
@@ -70,44 +111,18 @@ def kernel_requests(
     Raises:
         ArgumentError: a value that no kernel serves. TargetError: an unknown target.
     """
-    at, device = launching.requested_targets(target)
     launching.check_flags(limited=limited, smooth=smooth, by_expert=by_expert)
     if by_expert and not (smooth and experts):
         constraint = "must be False without smooth vectors and experts"
         raise ArgumentError("by_expert", by_expert, constraint, "leave it out")
-    check_choices(intermediate, dtype, activation, layout, quant, numerics, column_scales, smooth, experts)
-    facts = dict(
-        dtype=dtype, activation=activation, layout=layout, clamps=limited or activation == "swiglu_oai",
-        numerics=numerics, smooth=smooth, by_expert=by_expert, experts=experts, quant=quant,
-        column_scales=column_scales, target=at, device=device,
-    )  # fmt: skip
-    tokens = rows.tokens(device) if m is None else launching.tokens_of(m)
-    return list(dict.fromkeys(plan(t, intermediate, **facts) for t in tokens))
+    clamps = limited or activation == "swiglu_oai"
+    given = (dtype, activation, layout, clamps, numerics, smooth, by_expert, experts, quant, column_scales)
+    return Choices(intermediate, *given).requests(m, target)
 
 
-def check_choices(
-    k: int, dtype: str, activation: str, layout: str, quant: str | None, numerics: str, column_scales: bool,
-    smooth: bool, experts: int,
-) -> None:  # fmt: skip
-    """Raise ArgumentError unless a kernel serves these choices."""
-    row_calls.check_choice("x", dtype, row_calls.DTYPES)
-    row_calls.check_choice("activation", activation, program.ACTIVATIONS)
-    row_calls.check_choice("layout", layout, program.LAYOUTS)
-    row_calls.check_choice("numerics", numerics, program.NUMERICS)
-    quantized.check_quant(quant, column_scales)
-    if smooth and quant is None and numerics == "model":
-        constraint = "cannot follow an h that is rounded as models round it and not quantized"
-        raise ArgumentError("smooth", "given", constraint, "leave it out, or use numerics='fused'")
-    if type(experts) is not int or not 0 <= experts <= program.MOST_EXPERTS:
-        constraint = f"must be of at most {program.MOST_EXPERTS} experts"
-        raise ArgumentError("expert_offsets", experts, constraint, "split the experts")
-    row_calls.check_columns(k)
-
-
-def check_operands(
-    x: Any, smooth: torch.Tensor | None, expert_offsets: torch.Tensor | None, alpha: float, limit: float | None
-) -> None:
-    """Raise ArgumentError unless tensors fit x [..., 2 F]."""
+def check(call: Call) -> None:
+    """Raise ArgumentError unless tensors fit x [..., 2 F], and a kernel serves the choices."""
+    x, smooth, expert_offsets = call[:3]
     row_calls.check_rows(x, "act_and_mul", what="[..., 2 F]")
     if x.shape[-1] % 2:
         raise ArgumentError("x", list(x.shape), "must be [..., 2 F]: gate and up", "join gate and up")
@@ -125,35 +140,46 @@ def check_operands(
     if smooth is not None:
         shape = (experts, k) if getattr(smooth, "ndim", 1) == 2 and experts else (k,)
         row_calls.check_vector(smooth, "smooth", shape, x.device)
-    for name, value in (("alpha", alpha), ("limit", 1.0 if limit is None else limit)):
+    for name, value in (("alpha", call.alpha), ("limit", 1.0 if call.limit is None else call.limit)):
         if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
             raise ArgumentError(name, value, "must be a positive number", f"leave {name} out")
+    call.choices.check()
 
 
 def run(
-    x: torch.Tensor,
-    smooth: torch.Tensor | None,
-    expert_offsets: torch.Tensor | None,
-    activation: str,
-    layout: str,
-    alpha: float,
-    limit: float | None,
-    quant: str | None,
-    numerics: str,
-    column_scales: bool,
-    target: str | None = None,
-) -> tuple[torch.Tensor | None, QuantizedActivations | BlockQuantizedActivations | None]:
-    """The eager path of a call whose operands and choices were checked: (h or None, codes or None)."""
-    index, k = x.get_device(), x.shape[-1] // 2
-    shape, m = (*x.shape[:-1], k), x.numel() // (2 * k)
-    experts = 0 if expert_offsets is None else len(expert_offsets) - 1
-    by_expert = smooth is not None and smooth.ndim == 2
-    choices = (activation, layout, limit is not None, quant, numerics, column_scales)
-    key = (row_calls.bucket(m, index), k, x.dtype, index, smooth is not None, by_expert, experts, *choices, target)
-    y, codes = row_calls.allocate(x, shape, quant, False, column_scales)
+    call: Call, new: bool = False
+) -> tuple[torch.Tensor | None, QuantizedActivations | BlockQuantizedActivations | None] | None:
+    """(h or None, codes or None); None for a call whose equal was not launched before.
+
+    Args:
+        new: whether the call was checked, so that it is launched in any case.
+    """
+    import torch
+
+    x, smooth, offsets, _, _, alpha, limit, quant, _, column_scales, _ = call
+    try:
+        if not new and (torch.compiler.is_compiling() or not x.is_cuda or x.requires_grad):
+            return None
+        shape, index = x.shape, x.get_device()
+        k = shape[-1] // 2
+        m = x.numel() // shape[-1]
+        key = (
+            Call, type(x), x.dtype, x.layout, index, rows.bucket(launching.detect(index), m), len(shape), shape[-1],
+            smooth is not None and row_calls.seen(smooth), offsets is not None and row_calls.seen(offsets),
+            type(column_scales), *call[3:],
+        )  # fmt: skip
+        found = row_calls.ready.get(key)
+    except row_calls.UNFIT:
+        if new:
+            raise
+        return None
+    if found is None and not new:
+        return None
+    y, codes = row_calls.allocate(x, (*shape[:-1], k), quant, False, column_scales)
     if m == 0:
         return y, codes
-    found = _kernels.get(key) or _prepare(key, x, m, target)
+    if found is None:
+        found = row_calls.prepare(key, m, call.choices, x, call.target, torch.float32, torch.int32)
     if not x.is_contiguous() or x.data_ptr() % 16:
         x = launching.aligned_copy(x)
     _, _, no_rows, no_codes, no_vector, no_integers = found
@@ -162,29 +188,9 @@ def run(
         q, scales, sums = quantized.kernel_arguments(codes)
     args = (
         x if x.ndim == 2 else x.view(m, 2 * k), no_vector if smooth is None else row_calls.inverse_of(smooth),
-        no_integers if expert_offsets is None else row_calls.vector(expert_offsets),
+        no_integers if offsets is None else row_calls.vector(offsets),
         no_rows if y is None else y if y.ndim == 2 else y.view(m, k), q, scales, no_integers if sums is None else sums,
         alpha, 0.0 if limit is None else limit,
     )  # fmt: skip
-    launching.launch(_kernels, key, found, args)
+    launching.launch(row_calls.ready, key, found, args)
     return y, codes
-
-
-_kernels: dict[tuple, tuple] = {}
-
-
-def _prepare(key: tuple, x: torch.Tensor, m: int, target: str | None) -> tuple:
-    """Kernel, its launcher and stand-ins for what is not there; kept."""
-    import torch
-
-    _, k, _, _, smooth, by_expert, experts, activation, layout, clamps, quant, numerics, column_scales, _ = key
-    launching.check_tokens(m)
-    at, device = launching.targets(target, x.device, "x")
-    request = plan(
-        m, k, dtype=weights.dtype_name(x), activation=activation, layout=layout, clamps=clamps, numerics=numerics,
-        smooth=smooth, by_expert=by_expert, experts=experts, quant=quant, column_scales=column_scales, target=at,
-        device=device,
-    )  # fmt: skip
-    stand_ins = (x.dtype, torch.int8), (torch.float32, torch.int32)
-    found = _kernels[key] = row_calls.prepare(request, m, "activation.act_and_mul", x.device, *stand_ins)
-    return found

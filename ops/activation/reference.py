@@ -13,6 +13,7 @@ from terrazzo.ops.quantized import encode, rounding_error
 
 if TYPE_CHECKING:
     import torch
+    from terrazzo.ops.activation.op import Call
     from terrazzo.ops.quantized import BlockQuantizedActivations, QuantizedActivations
 
 
@@ -24,19 +25,9 @@ def gate_and_up(x: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tenso
     return (first, second) if layout == "gate_up" else (second, first)
 
 
-def act_and_mul(
-    x: torch.Tensor,
-    smooth: torch.Tensor | None,
-    expert_offsets: torch.Tensor | None,
-    activation: str,
-    layout: str,
-    alpha: float,
-    limit: float | None,
-    quant: str | None,
-    numerics: str,
-    column_scales: bool,
-) -> tuple[torch.Tensor | None, QuantizedActivations | BlockQuantizedActivations | None]:
+def act_and_mul(call: Call) -> tuple[torch.Tensor | None, QuantizedActivations | BlockQuantizedActivations | None]:
     """(h or None, codes or None) of x [..., 2 F]; of rows of no expert as of others."""
+    x, smooth, expert_offsets, activation, layout, alpha, limit, quant, numerics, column_scales, _ = call
     shape = (*x.shape[:-1], x.shape[-1] // 2)
     g, u = gate_and_up(x.reshape(-1, x.shape[-1]), layout)
     if numerics == "model":

@@ -6,36 +6,42 @@ from typing import Any
 
 import torch
 from terrazzo.ops import quantized, row_calls
+from terrazzo.ops.activation import op, reference
+
+_SCHEMA = (
+    "(Tensor x, Tensor? smooth, Tensor? expert_offsets, str activation, str layout, float alpha, float? limit, "
+    "str quant, str numerics, bool column_scales) -> Tensor[]"
+)
 
 
-def call(
-    x: torch.Tensor, smooth: torch.Tensor | None, expert_offsets: torch.Tensor | None, activation: str, layout: str,
-    alpha: float, limit: float | None, quant: str | None, numerics: str, column_scales: bool,
-) -> Any:  # fmt: skip
+def call(given: op.Call) -> Any:
     """`act_and_mul` as one opaque node of a graph; on a CPU, by the reference."""
-    given = (smooth, expert_offsets, activation, layout, alpha, limit, quant or "", numerics, column_scales)
-    found = torch.ops.terrazzo.act_and_mul(x, *given)
-    if quant is None:
+    found = torch.ops.terrazzo.act_and_mul(*given._replace(quant=given.quant or "")[:-1])
+    if given.quant is None:
         return found[0]
-    return quantized.of_tensors(found, (*x.shape[:-1], x.shape[-1] // 2), quant, column_scales)
+    shape = (*given.x.shape[:-1], given.x.shape[-1] // 2)
+    return quantized.of_tensors(found, shape, given.quant, given.column_scales)
 
 
-@torch.library.custom_op("terrazzo::act_and_mul", mutates_args=())
-def act_and_mul(
-    x: torch.Tensor, smooth: torch.Tensor | None, expert_offsets: torch.Tensor | None, activation: str, layout: str,
-    alpha: float, limit: float | None, quant: str, numerics: str, column_scales: bool,
-) -> list[torch.Tensor]:  # fmt: skip
+def on_cpu(given: op.Call) -> Any:
+    """The same at once, without the dispatcher."""
+    return row_calls.returned(*reference.act_and_mul(given))
+
+
+@torch.library.custom_op("terrazzo::act_and_mul", mutates_args=(), schema=_SCHEMA)
+def act_and_mul(*given):
     """Codes, scales and row sums, or h."""
-    from terrazzo.ops.activation import op, reference
-
-    run = op.run if x.is_cuda else reference.act_and_mul
-    given = (smooth, expert_offsets, activation, layout, alpha, limit, quant or None, numerics, column_scales)
-    y, codes = run(x, *given)
-    return [y] if codes is None else quantized.tensors(codes)
+    made = op.Call(*given)
+    made = made._replace(quant=made.quant or None)
+    return _tensors(*(row_calls.launched(op, made) if made.x.is_cuda else reference.act_and_mul(made)))
 
 
 @act_and_mul.register_fake
-def _(x, smooth, expert_offsets, activation, layout, alpha, limit, quant, numerics, column_scales):
-    shape = (*x.shape[:-1], x.shape[-1] // 2)
-    y, codes = row_calls.allocate(x, shape, quant or None, False, column_scales)
+def _(*given):
+    made = op.Call(*given)
+    shape = (*made.x.shape[:-1], made.x.shape[-1] // 2)
+    return _tensors(*row_calls.allocate(made.x, shape, made.quant or None, False, made.column_scales))
+
+
+def _tensors(y, codes):
     return [y] if codes is None else quantized.tensors(codes)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from terrazzo.ops import dlpack, launching, row_calls, weights
+from terrazzo.ops import row_calls
 from terrazzo.ops.norm import op
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     Normed = torch.Tensor | QuantizedActivations | BlockQuantizedActivations
 
 
-@dlpack.accepting
 def rms_norm(
     x: Array,
     weight: SupportsDLPack,
@@ -52,11 +52,10 @@ def rms_norm(
             that was never launched is met in CUDA graph capture. ToolchainError, CompileError: the kernel is not
             compiled yet and cannot be.
     """
-    options = (style, quant, numerics, also_plain, column_scales)
-    return _call(x, None, weight, None, smooth, eps, eps, *options, target=target)
+    options = style, quant, numerics, also_plain, column_scales, target
+    return _call(rms_norm, op.Call(x, None, weight, None, smooth, eps, eps, *options))
 
 
-@dlpack.accepting
 def fused_add_rms_norm(
     x: Array,
     residual: SupportsDLPack,
@@ -85,22 +84,16 @@ def fused_add_rms_norm(
     What is returned and raised: see `rms_norm`.
     """
     post_eps = eps if post_eps is None else post_eps
-    options = (style, quant, numerics, also_plain, column_scales)
-    return _call(x, residual, weight, post_weight, smooth, eps, post_eps, *options, target=target)
+    options = style, quant, numerics, also_plain, column_scales, target
+    return _call(fused_add_rms_norm, op.Call(x, residual, weight, post_weight, smooth, eps, post_eps, *options))
 
 
-def _call(*given: Any, target: str | None) -> Any:
-    x, residual, weight, post_weight, smooth, eps, post_eps, *options = given
-    op.check_operands(x, residual, weight, post_weight, smooth, eps, post_eps)
-    op.check_choices(
-        x.shape[-1], weights.dtype_name(x), weights.dtype_name(weight), *options, post=post_weight is not None,
-        smooth=smooth is not None,
-    )  # fmt: skip
-    traced = launching.is_traced(x)
-    if residual is not None and not traced:
-        op.check_memory(x, residual)
-    if not x.is_cuda or traced:
+def _call(operator: Callable, call: op.Call) -> Any:
+    made = op.run(call)
+    if made is None:
         from terrazzo.ops.norm import torch_op
 
-        return torch_op.call(*given) if traced else torch_op.on_cpu(*given)
-    return row_calls.returned(*op.run(*given, target))
+        if (made := row_calls.apart(operator, call, op.check, torch_op)) is not None:
+            return made
+        made = op.run(call, new=True)
+    return row_calls.returned(*made)

@@ -15,6 +15,7 @@ from terrazzo.ops.quantized import encode, rounding_error
 
 if TYPE_CHECKING:
     import torch
+    from terrazzo.ops.norm.op import Call
     from terrazzo.ops.quantized import BlockQuantizedActivations, QuantizedActivations
 
 
@@ -37,20 +38,10 @@ def normed(x: torch.Tensor, weight: torch.Tensor, eps: float, style: str, numeri
 
 
 def rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    post_weight: torch.Tensor | None,
-    smooth: torch.Tensor | None,
-    eps: float,
-    post_eps: float,
-    style: str,
-    quant: str | None,
-    numerics: str,
-    also_plain: bool,
-    column_scales: bool,
+    call: Call,
 ) -> tuple[torch.Tensor | None, QuantizedActivations | BlockQuantizedActivations | None, torch.Tensor]:
     """(y or None, codes or None, the new residual) of x [..., K]."""
+    x, residual, weight, post_weight, smooth, eps, post_eps, style, quant, numerics, also_plain, column_scales, _ = call
     shape = tuple(x.shape)
     h = x.reshape(-1, shape[-1])
     if residual is not None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from terrazzo.ops import dlpack, launching, weights
+from terrazzo.ops import row_calls
 from terrazzo.ops.rope import op
 
 if TYPE_CHECKING:
     from terrazzo.ops.dlpack import Array, SupportsDLPack
 
 
-@dlpack.accepting
 def apply_rope(
     qkv: Array,
     cos: SupportsDLPack,
@@ -54,16 +53,12 @@ def apply_rope(
             compiled yet and cannot be.
     """
     rotary = head_dim if rotary_dim is None else rotary_dim
-    launching.check_tensor(qkv, "qkv", "[T, (heads + 2 kv_heads) * head_dim]")
-    op.check_choices(head_dim, rotary, layout, weights.dtype_name(qkv), norm, numerics)
-    op.check_operands(
-        qkv, cos, sin, positions, q_weight, k_weight, heads, kv_heads, head_dim, rotary, norm, eps
-    )  # fmt: skip
     tensors, sizes = (qkv, cos, sin, positions, q_weight, k_weight), (heads, kv_heads, head_dim, rotary)
-    if not qkv.is_cuda or launching.is_traced(qkv):
-        from terrazzo.ops.rope import reference, torch_op
+    call = op.Call(*tensors, *sizes, layout, norm, eps, numerics, target)
+    made = op.run(call)
+    if made is None:
+        from terrazzo.ops.rope import torch_op
 
-        if not launching.is_traced(qkv):
-            return reference.apply_rope(*tensors, *sizes, layout, norm, eps, numerics)
-        return torch_op.apply_rope(*tensors, *sizes, layout, norm, eps, numerics)
-    return op.run(*tensors, *sizes, layout, norm, eps, numerics, target)
+        if (made := row_calls.apart(apply_rope, call, op.check, torch_op)) is None:
+            made = op.run(call, new=True)
+    return made

@@ -1,9 +1,9 @@
-"""The kernel of rotary positions for a call: checks, launch, and requests for ahead-of-time compilation."""
+"""The kernel of rotary positions for a call: choices, checks, launch, and requests for ahead-of-time compilation."""
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
@@ -13,22 +13,62 @@ from terrazzo.ops.rope import program
 from terrazzo.ops.tiles import heads as tiles
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     import torch
 
 
-@lru_cache(maxsize=256)
-def plan(
-    head_dim: int, *, rotary_dim: int, layout: str, dtype: str, norm: str, numerics: str, positions: str,
-    target: Target, device: Target | None = None,
-) -> KernelRequest:  # fmt: skip
-    """The kernel for heads of `head_dim`, any number of them and of tokens; the rest is as in program.build."""
-    params = dict(
-        head_dim=head_dim, rotary_dim=rotary_dim, layout=layout, dtype=dtype, norm=norm, numerics=numerics,
-        positions=positions,
-    )  # fmt: skip
-    flags = launching.ptx_flags(target, device)
-    entry = f"{program.__name__}:build"
-    return KernelRequest("rope.apply_rope", entry, tuple(params.items()), target, program.PASS_CONFIGS, flags)
+class Call(NamedTuple):
+    """Arguments of `apply_rope`."""
+
+    qkv: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    positions: torch.Tensor | None
+    q_weight: torch.Tensor | None
+    k_weight: torch.Tensor | None
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    layout: str
+    norm: str
+    eps: float
+    numerics: str
+    target: str | None = None
+
+    @property
+    def choices(self) -> Choices:
+        """Of its kernel."""
+        positions = "none" if self.positions is None else str(getattr(self.positions, "dtype", ""))[6:]
+        facts = self.head_dim, self.rotary_dim, self.layout, weights.dtype_name(self.qkv), self.norm, self.numerics
+        return Choices(*facts, positions)
+
+
+@dataclass(frozen=True)
+class Choices(row_calls.Choices):
+    """What chooses a kernel, for any number of heads and tokens; as in program.build."""
+
+    NAME: ClassVar[str] = "rope.apply_rope"
+    PROGRAM: ClassVar[ModuleType] = program
+    head_dim: int
+    rotary_dim: int
+    layout: str = "neox"
+    dtype: str = "float16"
+    norm: str = "none"
+    numerics: str = "fused"
+    positions: str = "none"
+
+    def check(self) -> None:
+        """Raise ArgumentError unless a kernel serves these choices; `positions` is the operands' concern."""
+        row_calls.check_choice("qkv", self.dtype, row_calls.DTYPES)
+        row_calls.check_choice("layout", self.layout, tiles.LAYOUTS)
+        row_calls.check_choice("norm", self.norm, tiles.NORMS)
+        row_calls.check_choice("numerics", self.numerics, tiles.NUMERICS)
+        sizes = ("head_dim", self.head_dim, tiles.MOST_DIMS), ("rotary_dim", self.rotary_dim, self.head_dim)
+        for name, value, most in sizes:
+            if type(value) is not int or value % 16 or not 0 < value <= most:
+                raise ArgumentError(name, value, f"must be a multiple of 16 up to {most}", "pass that of the model")
 
 
 def kernel_requests(
@@ -53,29 +93,15 @@ def kernel_requests(
         ArgumentError: a value that no kernel serves. TargetError: an unknown target.
     """
     rotary = head_dim if rotary_dim is None else rotary_dim
-    check_choices(head_dim, rotary, layout, dtype, norm, numerics)
-    row_calls.check_choice("positions", positions, ("none", "int32", "int64"))
-    at, device = launching.requested_targets(target)
-    facts = dict(layout=layout, dtype=dtype, norm=norm, numerics=numerics, positions=positions)
-    return [plan(head_dim, rotary_dim=rotary, **facts, target=at, device=device)]
+    row_calls.check_choice("positions", positions, program.POSITIONS)
+    return Choices(head_dim, rotary, layout, dtype, norm, numerics, positions).requests(1, target)
 
 
-def check_choices(head_dim: int, rotary_dim: int, layout: str, dtype: str, norm: str, numerics: str) -> None:
-    """Raise ArgumentError unless a kernel serves these choices."""
-    row_calls.check_choice("qkv", dtype, row_calls.DTYPES)
-    row_calls.check_choice("layout", layout, tiles.LAYOUTS)
-    row_calls.check_choice("norm", norm, tiles.NORMS)
-    row_calls.check_choice("numerics", numerics, tiles.NUMERICS)
-    for name, value, most in (("head_dim", head_dim, tiles.MOST_DIMS), ("rotary_dim", rotary_dim, head_dim)):
-        if type(value) is not int or value % 16 or not 0 < value <= most:
-            raise ArgumentError(name, value, f"must be a multiple of 16 up to {most}", "pass that of the model")
-
-
-def check_operands(
-    qkv: Any, cos: Any, sin: Any, positions: Any, q_weight: Any, k_weight: Any, heads: int, kv_heads: int,
-    head_dim: int, rotary_dim: int, norm: str, eps: float,
-) -> None:  # fmt: skip
-    """Raise ArgumentError unless tensors fit each other."""
+def check(call: Call) -> None:
+    """Raise ArgumentError unless tensors fit each other, and a kernel serves the choices."""
+    qkv, cos, sin, positions, q_weight, k_weight, heads, kv_heads, head_dim, rotary_dim, _, norm, eps, *_ = call
+    launching.check_tensor(qkv, "qkv", "[T, (heads + 2 kv_heads) * head_dim]")
+    call.choices.check()
     row_calls.check_rows(qkv, "apply_rope", "qkv", "[T, (heads + 2 kv_heads) * head_dim]")
     for name, value in (("heads", heads), ("kv_heads", kv_heads)):
         if type(value) is not int or value < 0:
@@ -113,43 +139,49 @@ def check_operands(
     launching.check_eps(eps)
 
 
-def run(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor | None,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    rotary_dim: int,
-    layout: str,
-    norm: str,
-    eps: float,
-    numerics: str,
-    target: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The eager path of a call whose operands and choices were checked: q, k."""
-    m, index = len(qkv), qkv.get_device()
-    q, k = (qkv.new_empty((m, count, head_dim)) for count in (heads, kv_heads))
-    kind = "none" if positions is None else str(positions.dtype)[6:]
-    key = (index, qkv.dtype, head_dim, rotary_dim, layout, norm, numerics, kind, target)
-    found = _kernels.get(key) or _prepare(key, qkv)
+def run(call: Call, new: bool = False) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(q, k); None for a call whose equal was not launched before.
+
+    Args:
+        new: whether the call was checked, so that it is launched in any case.
+    """
+    import torch
+
+    qkv, cos, sin, positions, q_weight, k_weight, heads, kv_heads, head_dim, rotary_dim, *_, eps, _, _ = call
+    try:
+        if not new and (torch.compiler.is_compiling() or not qkv.is_cuda or qkv.requires_grad):
+            return None
+        m, width = qkv.shape[0], qkv.shape[1]
+        key = (
+            Call, row_calls.seen(qkv, qkv.shape[1:]), row_calls.seen(cos, cos.shape[1:]),
+            row_calls.seen(sin, sin.shape == cos.shape),
+            len(cos) >= m if positions is None else row_calls.seen(positions, positions.shape == (m,)),
+            q_weight is not None and row_calls.seen(q_weight), k_weight is not None and row_calls.seen(k_weight),
+            *map(type, call[6:10]), *call[6:],
+        )  # fmt: skip
+        found = row_calls.ready.get(key)
+    except row_calls.UNFIT:
+        if new:
+            raise
+        return None
+    if found is None:
+        if not new:
+            return None
+        found = row_calls.prepare(key, m, call.choices, qkv, call.target, torch.int32, qkv.dtype)
+    q, k = qkv.new_empty((m, heads, head_dim)), qkv.new_empty((m, kv_heads, head_dim))
     if m == 0 or heads + kv_heads == 0:
         return q, k
-    _, _, no_positions, no_weight = found
-    if qkv.stride(1) != 1 or qkv.stride(0) != qkv.shape[1] or qkv.data_ptr() % 16 or qkv.shape[1] % 8:
+    *_, no_positions, no_weight = found
+    if qkv.stride(1) != 1 or qkv.stride(0) != width or qkv.data_ptr() % 16 or width % 8:
         qkv = launching.aligned_copy(qkv[:, : (heads + kv_heads) * head_dim])
-    cos, sin = (_table(t, rotary_dim) for t in (cos, sin))
-    vectors = [no_weight if w is None else row_calls.vector(w) for w in (q_weight, k_weight)]
-    where = no_positions if positions is None else positions.contiguous()
-    args = (qkv, where, cos, sin, *vectors, q.view(m, -1), k.view(m, -1), heads, kv_heads, eps)
-    launching.launch(_kernels, key, found, args)
+    args = (
+        qkv, no_positions if positions is None else positions.contiguous(), _table(cos, rotary_dim),
+        _table(sin, rotary_dim), no_weight if q_weight is None else row_calls.vector(q_weight),
+        no_weight if k_weight is None else row_calls.vector(k_weight), q.view(m, -1), k.view(m, -1), heads, kv_heads,
+        eps,
+    )  # fmt: skip
+    launching.launch(row_calls.ready, key, found, args)
     return q, k
-
-
-_kernels: dict[tuple, tuple] = {}
 
 
 def _table(t: torch.Tensor, rotary_dim: int) -> torch.Tensor:
@@ -157,19 +189,3 @@ def _table(t: torch.Tensor, rotary_dim: int) -> torch.Tensor:
     if t.is_contiguous() and t.shape[1] % 4 == 0 and t.data_ptr() % 16 == 0:
         return t
     return launching.aligned_copy(t[:, : rotary_dim // 2])
-
-
-def _prepare(key: tuple, qkv: torch.Tensor) -> tuple:
-    """Kernel, its launcher and stand-ins for what is not there; kept."""
-    import torch
-
-    _, _, head_dim, rotary_dim, layout, norm, numerics, kind, target = key
-    launching.check_tokens(max(1, len(qkv)))
-    at, device = launching.targets(target, qkv.device, "qkv")
-    request = plan(
-        head_dim, rotary_dim=rotary_dim, layout=layout, dtype=weights.dtype_name(qkv), norm=norm, numerics=numerics,
-        positions=kind, target=at, device=device,
-    )  # fmt: skip
-    stand_ins = (), (torch.int32, qkv.dtype)
-    found = _kernels[key] = row_calls.prepare(request, len(qkv), "rope.apply_rope", qkv.device, *stand_ins)
-    return found

@@ -14,6 +14,7 @@ from terrazzo.ops.quantized import rounding_error
 
 if TYPE_CHECKING:
     import torch
+    from terrazzo.ops.rope.op import Call
 
 
 def turned(
@@ -47,26 +48,12 @@ def normed(x: torch.Tensor, weight: torch.Tensor, eps: float, norm: str, rounds:
     return (scaled * w).to(rounds).to(x.dtype)
 
 
-def apply_rope(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor | None,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    rotary_dim: int,
-    layout: str,
-    norm: str,
-    eps: float,
-    numerics: str,
-    exact: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def apply_rope(call: Call, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """q [T, heads, D], k [T, kv_heads, D] in qkv's dtype; `exact`: float64, not rounded ("fused")."""
     import torch
 
+    qkv, cos, sin, positions, q_weight, k_weight, heads, kv_heads, head_dim, rotary_dim, layout, *rest = call
+    norm, eps, numerics, _ = rest
     wide = torch.float64 if exact else torch.float32
     rounds = qkv.dtype if numerics == "model" else None
     table = [t[:, : rotary_dim // 2].to(wide) for t in (cos, sin)]

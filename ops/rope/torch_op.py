@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import torch
+from terrazzo.ops import row_calls
+from terrazzo.ops.rope import op
+from terrazzo.ops.rope.reference import apply_rope as on_cpu
+
+_SCHEMA = (
+    "(Tensor qkv, Tensor cos, Tensor sin, Tensor? positions, Tensor? q_weight, Tensor? k_weight, SymInt heads, "
+    "SymInt kv_heads, SymInt head_dim, SymInt rotary_dim, str layout, str norm, float eps, str numerics) "
+    "-> (Tensor, Tensor)"
+)
+__all__ = ["call", "on_cpu"]
 
 
-@torch.library.custom_op("terrazzo::apply_rope", mutates_args=())
-def apply_rope(
-    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None,
-    q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, heads: int, kv_heads: int, head_dim: int,
-    rotary_dim: int, layout: str, norm: str, eps: float, numerics: str,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def call(given: op.Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operator as one opaque node of a graph."""
+    return torch.ops.terrazzo.apply_rope(*given[:-1])
+
+
+@torch.library.custom_op("terrazzo::apply_rope", mutates_args=(), schema=_SCHEMA)
+def apply_rope(*given):
     """q and k; on a CPU, by the reference."""
-    from terrazzo.ops.rope import op, reference
-
-    run = op.run if qkv.is_cuda else reference.apply_rope
-    tensors = (qkv, cos, sin, positions, q_weight, k_weight)
-    q, k = run(*tensors, heads, kv_heads, head_dim, rotary_dim, layout, norm, eps, numerics)
+    made = op.Call(*given)
+    q, k = row_calls.launched(op, made) if made.qkv.is_cuda else on_cpu(made)
     return q.contiguous(), k.contiguous()
 
 
 @apply_rope.register_fake
-def _(qkv, cos, sin, positions, q_weight, k_weight, heads, kv_heads, head_dim, rotary_dim, *rest):
-    m = qkv.shape[0]
-    return qkv.new_empty((m, heads, head_dim)), qkv.new_empty((m, kv_heads, head_dim))
+def _(*given):
+    made = op.Call(*given)
+    m = made.qkv.shape[0]
+    sizes = ((m, made.heads, made.head_dim), (m, made.kv_heads, made.head_dim))
+    return made.qkv.new_empty(sizes[0]), made.qkv.new_empty(sizes[1])

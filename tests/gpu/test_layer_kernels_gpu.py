@@ -14,10 +14,13 @@ from terrazzo.lowering.kernels import get_kernel
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import activation, attention, norm, quantized, rope
 from terrazzo.ops.activation import reference as activation_reference
+from terrazzo.ops.activation.op import Call as GatedCall
 from terrazzo.ops.attention.cache.layout import CacheLayout
 from terrazzo.ops.attention.writing import rope_writing
 from terrazzo.ops.norm import reference as norm_reference
+from terrazzo.ops.norm.op import Call as NormCall
 from terrazzo.ops.rope import reference as rope_reference
+from terrazzo.ops.rope.op import Call as TurnedCall
 
 pytestmark = [pytest.mark.usefixtures("nothing_compiles")]
 AT = TARGET or None
@@ -129,7 +132,7 @@ def norm_call(x, residual, operands, choices):
 def norm_reference_of(x, residual, operands, choices):
     defaults = dict(style="llama", quant=None, numerics="fused", also_plain=False, column_scales=False) | choices
     given = (operands["weight"], operands.get("post_weight"), operands.get("smooth"))
-    return norm_reference.rms_norm(x, residual, *given, EPS, EPS, *defaults.values())
+    return norm_reference.rms_norm(NormCall(x, residual, *given, EPS, EPS, *defaults.values()))
 
 
 def check_codes(seen, wanted, exact: bool) -> None:
@@ -210,7 +213,7 @@ def test_gated_activations_are_eager_torchs_or_float64s_in_their_bound(cases, m)
         outside = torch.cat([made.scales[:low], made.scales[high:]])
         assert bool(outside.isnan().all())
     given = (facts["activation"], facts["layout"], 1.702, limit, facts["quant"], facts["numerics"], False)
-    y, codes = activation_reference.act_and_mul(x, smooth, offsets, *given)
+    y, codes = activation_reference.act_and_mul(GatedCall(x, smooth, offsets, *given))
     if facts["numerics"] == "model":
         if codes is not None:
             check_codes(made, codes, exact=False)
@@ -324,7 +327,8 @@ def test_heads_are_turned_as_eager_torch_or_float64_turns_them(cases, m):
     model = facts.get("numerics") == "model"
     given = [operands.get(name) for name in ("positions", "q_weight", "k_weight")]
     rest = (rotary, facts.get("layout", "neox"), facts.get("norm", "none"), EPS, facts.get("numerics", "fused"))
-    wanted = rope_reference.apply_rope(qkv, *tables, *given, heads, kv_heads, dim, *rest, exact=not model)
+    call = TurnedCall(qkv, *tables, *given, heads, kv_heads, dim, *rest)
+    wanted = rope_reference.apply_rope(call, exact=not model)
     for seen, ref in zip(made, wanted):
         if model:
             assert float((seen != ref).float().mean()) <= (0 if rest[2] == "none" else 1e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from terrazzo.ops.rope import op as rope_op
 from terrazzo.ops.w4a8 import reference as w4a8_reference
 
 K = 256
+HEADS = dict(heads=2, kv_heads=1, head_dim=64)
 
 
 def x(*size: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> torch.Tensor:
@@ -157,18 +159,18 @@ def test_requests_are_those_that_calls_on_this_gpu_launch(monkeypatch, m, target
     monkeypatch.setattr(launching, "detect", lambda index: here)
     at = Target.parse(target)
     monkeypatch.setattr(launching, "targets", lambda *args: (at, here))
-    monkeypatch.setattr(row_calls, "prepare", ask)
+    monkeypatch.setattr(launching, "warm_kernel", ask)
     rows, table = x(m, 4096), torch.rand(m, 64)
-    normed = rows, rows, rows[0], None, None, 1e-5, 1e-5, "llama", "int8", "fused", False, False, target
+    normed = rows, rows.clone(), rows[0], None, None, 1e-5, 1e-5, "llama", "int8", "fused", False, False, target
     gated = rows, None, None, "silu", "gate_up", 1.702, None, None, "fused", False, target
     turned = rows, table, table, None, None, None, 28, 2, 128, 128, "neox", "none", 1e-5, "fused", target
-    for run, given, requests in (
-        (norm_op.run, normed, norm.kernel_requests(4096, target=target, quant="int8")),
-        (activation_op.run, gated, activation.kernel_requests(2048, target=target)),
-        (rope_op.run, turned, rope.kernel_requests(128, target=target)),
+    for op, given, requests in (
+        (norm_op, normed, norm.kernel_requests(4096, target=target, quant="int8")),
+        (activation_op, gated, activation.kernel_requests(2048, target=target)),
+        (rope_op, turned, rope.kernel_requests(128, target=target)),
     ):
         with pytest.raises(Asked) as asked:
-            run(*given)
+            op.run(op.Call(*given), new=True)
         assert asked.value.args[0] in requests
 
 
@@ -214,6 +216,9 @@ REFUSED = {
     "quant": ("quant", lambda: norm.rms_norm(x(2, K), x(K), quant="int4")),
     "quant: a list": ("quant", lambda: norm.rms_norm(x(2, K), x(K), quant=["int8"])),
     "column_scales": ("column_scales", lambda: norm.rms_norm(x(2, K), x(K), quant="int8", column_scales=True)),
+    "column_scales: a number": (
+        "column_scales", lambda: norm.rms_norm(x(2, K), x(K), quant="int8_block128", column_scales=1)
+    ),
     "also_plain": ("also_plain", lambda: norm.rms_norm(x(2, K), x(K), also_plain=True)),
     "smooth: long": ("smooth", lambda: norm.rms_norm(x(2, K), x(K), smooth=torch.ones(K + 1), quant="int8")),
     "smooth, no codes": (
@@ -245,6 +250,7 @@ REFUSED = {
     "cos: short": ("cos", lambda: rope_of(table=torch.rand(2, 32))),
     "cos: narrow": ("cos", lambda: rope_of(table=torch.rand(4, 31))),
     "cos: float16": ("cos", lambda: rope_of(table=torch.rand(4, 32).half())),
+    "sin: short": ("sin", lambda: rope.apply_rope(x(4, 256), *map(torch.rand, (4, 3), (32, 32)), **HEADS)),
     "positions: floats": ("positions", lambda: rope_of(positions=torch.zeros(4))),
     "positions: few": ("positions", lambda: rope_of(positions=torch.zeros(3, dtype=torch.long))),
     "q_weight: none": ("q_weight", lambda: rope_of(norm="llama")),
@@ -254,7 +260,7 @@ REFUSED = {
 
 def rope_of(table: torch.Tensor | None = None, **changes):
     table = torch.rand(4, 32) if table is None else table
-    return rope.apply_rope(x(4, 256), table, table, **dict(heads=2, kv_heads=1, head_dim=64) | changes)
+    return rope.apply_rope(x(4, 256), table, table, **HEADS | changes)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -263,6 +269,57 @@ def test_bad_input_is_named(name):
     with pytest.raises(ArgumentError) as caught:
         call()
     assert caught.value.argument == argument and re.search(r"\w", str(caught.value))
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """A GPU that is pretended, and the arguments of launches on it; calls with good operands were made."""
+    calls = []
+    kernel = SimpleNamespace(launcher=lambda index: lambda *args: calls.append(args))
+    target = Target.parse("nvidia/nvidia-h100")
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
+    monkeypatch.setattr(row_calls, "ready", {})
+    monkeypatch.setattr(launching, "detect", lambda index: target)
+    monkeypatch.setattr(launching, "targets", lambda *args: (target, target))
+    monkeypatch.setattr(launching, "warm_kernel", lambda *args: kernel)
+    monkeypatch.setattr(launching, "argument", lambda tensor: tensor)
+    offsets = torch.tensor([0, 2], dtype=torch.int32)
+    for _ in range(2):
+        for h in (x(2, K), x(K)):
+            norm.rms_norm(h, x(K))
+            norm.rms_norm(h, x(K).float())
+            norm.rms_norm(h, x(K), quant="int8", also_plain=True)
+            norm.rms_norm(h, x(K), quant="int8_block128", column_scales=True)
+            norm.fused_add_rms_norm(h, h.clone(), x(K), post_weight=x(K))
+        norm.fused_add_rms_norm(x(2, K), x(2, K, seed=1), x(K))
+        activation.act_and_mul(x(2, K))
+        activation.act_and_mul(x(2, K), expert_offsets=offsets)
+        rope_of()
+        rope_of(positions=torch.zeros(4, dtype=torch.long))
+        rope_of(norm="llama", q_weight=x(64), k_weight=x(64))
+    return calls
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_input_is_named_where_good_input_was_launched(name, launched):
+    count, known = len(launched), len(row_calls.ready)
+    assert (count, known) == (32, 11), "an equal call finds what the first one left"
+    argument, call = REFUSED[name]
+    with pytest.raises(ArgumentError) as caught:
+        call()
+    assert caught.value.argument == argument and (len(launched), len(row_calls.ready)) == (count, known)
+
+
+def test_other_rows_of_a_bucket_find_the_same_kernel(launched):
+    known = len(row_calls.ready)
+    for rows in (1, 5, 16):
+        norm.rms_norm(x(rows, K), x(K))
+        activation.act_and_mul(x(rows, K))
+    assert len(row_calls.ready) == known
+    norm.rms_norm(x(17, K), x(K))
+    assert len(row_calls.ready) == known + 1
+    assert norm.rms_norm(x(0, K), x(K)).shape == (0, K)
 
 
 def test_one_target_has_no_conversion_to_e4m3():

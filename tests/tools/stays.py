@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from terrazzo.lowering import kernels
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import activation, attention, launching, norm, w4a8, w4a16, w4ax, w8a8
+from terrazzo.ops import activation, attention, launching, norm, rope, w4a8, w4a16, w4ax, w8a8
 
 ROOT = Path(__file__).parents[2]
 FLOORS = ("ops", "schedules", "layouts", "lowering", "autotune", "terrazzo", "nn")
@@ -84,8 +84,12 @@ def calls(device: str) -> dict[str, Callable[[], Any]]:
     bytes8 = w8a8.quantize(weight.to(device), codes="int8")
     made["w8a8.gemm"] = lambda: w8a8.gemm(x, bytes8)
     ones, pairs = torch.ones(512, dtype=x.dtype, device=device), torch.cat([x, x], dim=1)
+    made["norm.rms_norm"] = lambda: norm.rms_norm(x, ones)
     made["norm.fused_add_rms_norm"] = lambda: norm.fused_add_rms_norm(x, x.clone(), ones)
     made["activation.act_and_mul"] = lambda: activation.act_and_mul(pairs, activation="silu")
+    angles = torch.rand(4, 64, generator=generator).to(device)
+    heads = dict(heads=2, kv_heads=1, head_dim=128)
+    made["rope.apply_rope"] = lambda: rope.apply_rope(x, angles, angles, **heads)
     return made
 
 

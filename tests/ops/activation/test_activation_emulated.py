@@ -11,6 +11,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.kernels import compile_request
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
+from terrazzo.ops import row_calls
 from terrazzo.ops.activation import op, program, reference
 from terrazzo.schedules import rows
 
@@ -52,7 +53,7 @@ ALPHA, LIMIT = 1.702, 1.5
 def request(name: str):
     arch, m, k, changes = CASES[name]
     facts = FACTS | changes
-    return op.plan(m, k, **facts, target=Target.parse(arch)), facts
+    return row_calls.plan(m, op.Choices(k, **facts), Target.parse(arch)), facts
 
 
 @pytest.mark.parametrize("name", cases(CASES, QUICK))
@@ -73,7 +74,7 @@ def test_the_cuda_text_computes_the_reference(name, tmp_path):
         smooth = torch.rand(*([experts] if facts["by_expert"] else []), k, generator=rng) + 0.2
     limit = LIMIT if facts["clamps"] else None
     given = (facts["activation"], facts["layout"], ALPHA, limit, facts["quant"], facts["numerics"])
-    y, codes = reference.act_and_mul(x, smooth, offsets, *given, facts["column_scales"])
+    y, codes = reference.act_and_mul(op.Call(x, smooth, offsets, *given, facts["column_scales"]))
     out = outputs(m, k, dtype, facts["quant"] or "none", facts["column_scales"])
     none = torch.zeros(1)
     tensors = dict(
@@ -109,7 +110,7 @@ def test_the_cuda_text_computes_the_reference(name, tmp_path):
     ],
 )
 def test_machine_code_spills_nothing_and_reads_once(k, m, changes):
-    wanted = op.plan(m, k, **FACTS | changes, target=Target.parse("sm_90a"))
+    wanted = row_calls.plan(m, op.Choices(k, **FACTS | changes), Target.parse("sm_90a"))
     report, params = KernelReport.read(compile_request(wanted) / "report.json"), dict(wanted.params)
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
     if report.instructions:

@@ -16,6 +16,7 @@ from terrazzo.ops.attention.cache.layout import CacheLayout
 from terrazzo.ops.attention.device.primitives import CLIPPING, PRIMITIVES
 from terrazzo.ops.attention.writing import rope_writing, write_program, writing
 from terrazzo.ops.rope import reference
+from terrazzo.ops.rope.op import Call
 from terrazzo.ops.tiles import heads as heads_in_lanes
 from terrazzo.ops.tiles import row_outputs
 from test_attention_write_emulated import SHIMS
@@ -67,7 +68,7 @@ def test_new_tokens_are_turned_and_stored(name, tmp_path):
     weights = [(torch.rand(dim, generator=rng) + 0.5).to(dtype) for _ in range(2)]
     given = weights if kind["norm"] != "none" else [None, None]
     facts = (heads, kv, dim, kind["rotary_dim"], kind["layout"], kind["norm"], 1e-5, kind["numerics"])
-    q_turned, k_turned = reference.apply_rope(qkv, cos, sin, None, *given, *facts)
+    q_turned, k_turned = reference.apply_rope(Call(qkv, cos, sin, None, *given, *facts))
     turned = x.clone()
     for b, rows in enumerate(fresh):
         turned[0, b, :, rows] = k_turned[b * new : (b + 1) * new].transpose(0, 1)

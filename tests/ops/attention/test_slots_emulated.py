@@ -14,6 +14,7 @@ from terrazzo.ops.attention.device.primitives import CLIPPING, PRIMITIVES, SLOTS
 from terrazzo.ops.attention.writing import reference_writing, slot_write_program, slot_writing
 from terrazzo.ops.attention.writing.turned_macros import SOURCES as TURNING
 from terrazzo.ops.rope import reference
+from terrazzo.ops.rope.op import Call
 from terrazzo.ops.tiles import heads as heads_in_lanes
 from test_attention_write_emulated import SHIMS
 from test_rope_append_emulated import MORE_SHIMS
@@ -107,7 +108,8 @@ def test_new_tokens_are_turned_and_stored_by_slot(name, tmp_path):
     weights = [(torch.rand(dim, generator=rng) + 0.5).to(dtype) for _ in range(2)]
     given = weights if kind["norm"] != "none" else [None, None]
     facts = (heads, kv, dim, kind["rotary_dim"], kind["layout"], kind["norm"], 1e-5, kind["numerics"])
-    q_turned, k_turned = reference.apply_rope(qkv, cos, sin, places.clamp(0, count + 8), *given, *facts)
+    turned = Call(qkv, cos, sin, places.clamp(0, count + 8), *given, *facts)
+    q_turned, k_turned = reference.apply_rope(turned)
     wanted = replace(made, pages=made.pages.clone())
     reference_writing.store_slots(wanted, k_turned, v, mapped)
     rope = {name: kind[name] for name in ("rotary_dim", "norm", "numerics", "positions")} | {"rope": kind["layout"]}

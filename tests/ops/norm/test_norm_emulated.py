@@ -11,6 +11,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.kernels import compile_request
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
+from terrazzo.ops import row_calls
 from terrazzo.ops.norm import op, program, reference
 from terrazzo.schedules import rows
 
@@ -46,7 +47,7 @@ def request(name: str):
     arch, m, k, changes = CASES[name]
     facts = FACTS | changes
     facts["weight"] = facts["weight"] or facts["dtype"]
-    return op.plan(m, k, **facts, target=Target.parse(arch)), facts
+    return row_calls.plan(m, op.Choices(k, **facts), Target.parse(arch)), facts
 
 
 @pytest.mark.parametrize("name", cases(CASES, QUICK))
@@ -62,11 +63,11 @@ def test_the_cuda_text_computes_the_reference(name, tmp_path):
     post = (make(k) * 0.1).to(weight.dtype) if facts["post"] else None
     smooth = torch.rand(k, generator=rng) + 0.2 if facts["smooth"] else None
     given = (weight, post, smooth, 1e-5, 1e-4, facts["style"], facts["quant"], facts["numerics"], facts["plain"])
-    old = residual if facts["residual"] else None
-    y, codes, h = reference.rms_norm(x, old, *given, facts["column_scales"])
+    call = op.Call(x, residual if facts["residual"] else None, *given, facts["column_scales"])
+    y, codes, h = reference.rms_norm(call)
     out = outputs(m, k, dtype, facts["quant"] or "none", facts["column_scales"])
     sums = torch.cat([residual, torch.full((1, k), 7.0, dtype=dtype)])
-    vectors = op.vectors_of(weight, smooth, facts["style"], facts["numerics"], facts["plain"], facts["post"])
+    vectors = (weight, None) if smooth is None else op.vectors_of(call)
     none = torch.zeros(1)
     tensors = dict(
         X=x, R=sums, W=vectors[0], P=none if post is None else post, S=none if smooth is None else vectors[1]
@@ -113,7 +114,7 @@ def exact_norm(h: torch.Tensor, weight: torch.Tensor, style: str, eps: float) ->
 )
 def test_machine_code_spills_nothing_and_reads_once(k, m, changes):
     facts = FACTS | dict(weight="float16") | changes
-    wanted = op.plan(m, k, **facts, target=Target.parse("sm_90a"))
+    wanted = row_calls.plan(m, op.Choices(k, **facts), Target.parse("sm_90a"))
     report, params = KernelReport.read(compile_request(wanted) / "report.json"), dict(wanted.params)
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
     if report.instructions:

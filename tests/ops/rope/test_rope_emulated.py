@@ -12,6 +12,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.kernels import compile_request
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
+from terrazzo.ops import row_calls
 from terrazzo.ops.rope import op, program, reference
 from terrazzo.ops.tiles import heads as heads_in_lanes
 
@@ -42,7 +43,7 @@ def request(name: str):
     facts = FACTS | changes
     facts["rotary_dim"] = facts["rotary_dim"] or head_dim
     arch = facts.pop("arch")
-    return op.plan(head_dim, **facts, target=Target.parse(arch)), facts
+    return row_calls.plan(1, op.Choices(head_dim, **facts), Target.parse(arch)), facts
 
 
 @pytest.mark.parametrize("name", cases(CASES, QUICK))
@@ -68,7 +69,7 @@ def test_the_cuda_text_computes_the_reference(name, tmp_path):
     vectors = dict(QW=weights[0], KW=weights[1], eps=1e-5, heads=heads, kv_heads=kv_heads)
     kernel(grid, **tensors, **sizes, **vectors)
     model = facts["numerics"] == "model"
-    for seen, wanted in zip((q, k), reference.apply_rope(qkv, *given, exact=not model)):
+    for seen, wanted in zip((q, k), reference.apply_rope(op.Call(qkv, *given), exact=not model)):
         assert bool(seen[m].isnan().all())
         seen = seen[:m].view(wanted.shape)
         if model:
