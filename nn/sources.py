@@ -20,7 +20,8 @@ from terrazzo.nn.module import stored_weight
 from terrazzo.ops import mxfp4 as mxfp4_weights
 from terrazzo.ops import mxfp4_fp8, weights
 from terrazzo.ops import stored_layers as stored
-from terrazzo.ops.checkpoints import Checkpoint, fields, loaders, mxfp4
+from terrazzo.ops.checkpoints import Checkpoint, fields
+from terrazzo.ops.checkpoints.conventions import mxfp4
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.shards import ORDERS, Cut, Part, Share, checked_spans, plan, spans_of
 from torch import nn
@@ -239,7 +240,7 @@ class Published(Source):
             self.quantizes_activations |= operator == "mxfp4_fp8"
             family = stored.FAMILIES[operator]
             with _of_layer(name, share):
-                return loaders.read(family, self.checkpoint, name, self.device, share)
+                return family.read(self.checkpoint, name, self.device, share)
         if self.checkpoint is not None and (why := fields.changed(self.checkpoint.config.raw, name, "float")):
             raise ArgumentError("name", name, f"cannot be read: {why}", "get the model without it")
         cut, held = None, f"{name}.bias"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import w8a8
-from terrazzo.ops.checkpoints import loaders
+from terrazzo.ops.checkpoints.conventions.base import GROUP
 from terrazzo.ops.checkpoints.reader import Checkpoint
 from terrazzo.ops.stored_layers import FAMILIES as READERS
 from terrazzo.ops.stored_layers import operator_of
@@ -23,30 +23,13 @@ from terrazzo.ops.stored_layers import operator_of
 if TYPE_CHECKING:
     import torch
     from terrazzo.lowering.targets import Target
-    from terrazzo.ops.checkpoints.config import LayerConfig
+    from terrazzo.ops.checkpoints.conventions.base import LayerConfig
     from terrazzo.schedules.models import Architecture
 
 FAMILIES = {name: (family, {"requantize": True} if name == "w4a8" else {}) for name, family in READERS.items()}
 """Operator -> what reads its layers, and with which options: those that read the most."""
-_ROWS = {"qserve": 32, "fp8": 1 << 30}
 _FEW_ROWS = 8
-"""Output features of each layer that are read: QServe interleaves 32, a word of zero points has 8; FP8 scales may be
-those of blocks, so all are."""
-_LAST, _FIRST, _WORDS, _WORDS_FIRST = (1, 1), (0, 1), (1, 8), (0, 8)
-_ROWS_OF = {
-    "awq": {"qweight": _WORDS, "qzeros": _WORDS, "scales": _LAST},
-    "gptq": {"qweight": _LAST, "qzeros": _WORDS, "scales": _LAST},
-    "compressed_tensors": {"weight_packed": _FIRST, "weight_scale": _FIRST, "weight_zero_point": _WORDS_FIRST},
-    "int_quantized": {"weight": _FIRST, "weight_scale": _FIRST, "weight_zero_point": _FIRST},
-    "mxfp4": {"weight_packed": _FIRST, "weight_scale": _FIRST},
-    "nvfp4": {"weight": _FIRST, "weight_packed": _FIRST, "weight_scale": _FIRST},
-    "fp8": {"weight": _FIRST},
-    "qserve": {"qweight": _FIRST, "s1_scales": _FIRST, "s1_szeros": _FIRST, "s2_scales": _LAST, "s2_zeros": _LAST},
-}
-"""Convention -> tensor -> dimension of the output features, and how many of them an element holds."""
-_CODES = {"qweight", "weight_packed", "weight"}
-_SCALES = {"awq": "scales", "gptq": "scales", "qserve": "s1_scales", "fp8": "weight", "int_quantized": "weight"}
-"""What tells the output features of a layer, "weight_scale" of others."""
+"""Output features of each layer that are read at least: a word of zero points has as many."""
 _JOINED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3"),
 }  # fmt: skip
@@ -177,7 +160,7 @@ class _Sampled(Checkpoint):
 
     def _linear(self, prefix: str, operator: str) -> Linear:
         family, options = FAMILIES[operator]
-        weight = loaders.read(family, self, prefix, "cpu", **options)
+        weight = family.read(self, prefix, "cpu", **options)
         if isinstance(weight, w8a8.QuantizedWeight):
             own = dict(static=weight.input_scale is not None, block=weight.block)
             own |= dict(zeros=weight.asymmetric or weight.input_zero != 0, ue8m0=weight.ue8m0)
@@ -201,28 +184,34 @@ class _Sampled(Checkpoint):
         if len(view.get_shape()) <= dimension:
             return super().tensor(name, device)
         count = -(-self._count(prefix) // self._packed(name, packed))
-        if leaf in _CODES:  # no code decides anything; a slice of columns would touch every page of the file
+        if leaf in self.convention(prefix).codes:  # none decides anything; columns would touch every page of the file
             shape = view.get_shape()
             shape[dimension] = min(count, shape[dimension])
             return torch.zeros(shape, dtype=view[:1].dtype)
         return view[:count] if dimension == 0 else view[:, :count]
 
     def _rows(self, prefix: str, leaf: str) -> tuple[int, int] | None:
-        return _FIRST if leaf == "bias" else _ROWS_OF.get(self.layers().get(prefix, ""), {}).get(leaf)
+        """Dimension of a tensor's output features, and how many of them an element holds; None: it is read whole."""
+        found = self.convention(prefix).leaf(leaf) if prefix in self.layers() else None
+        if found is None or found.n is None or found.n[1] == GROUP:
+            return None
+        return found.n[0], found.features(0, self.config.layer(prefix).bits)
 
     def _count(self, prefix: str) -> int:
-        return _ROWS.get(self.layers().get(prefix), _FEW_ROWS)
+        """Output features that are read: all where scales may be those of blocks."""
+        convention = self.convention(prefix)
+        blocks = any(leaf.n is not None and leaf.n[1] == GROUP for leaf in convention.leaves)
+        return 1 << 30 if blocks else max(_FEW_ROWS, convention.rows)
 
     def _packed(self, name: str, packed: int) -> int:
-        """Output features of an element: a word of zero points has fewer of 8 bits."""
-        if self.describe(name)[0] == "I8":
-            return 1
-        return packed // 2 if packed > 1 and self.config.layer(name.rpartition(".")[0]).bits == 8 else packed
+        """Output features of an element; zero points may be bytes."""
+        return 1 if self.describe(name)[0] == "I8" else packed
 
     def output_features(self, prefix: str) -> int:
         """N of a layer."""
-        leaf = _SCALES.get(self.layers()[prefix], "weight_scale")
-        return self.describe(f"{prefix}.{leaf}")[1][self._rows(prefix, leaf)[0]]
+        held = self.leaves(prefix)
+        own = next(leaf for leaf in self.convention(prefix).leaves if leaf.name in held and leaf.n and leaf.n[1] == 1)
+        return self.describe(held[own.name])[1][own.n[0]]
 
     def is_even(self, prefix: str, n: int) -> bool:
         """Whether all zero points of a layer are stored as its first ones are."""

@@ -11,14 +11,14 @@ Format: terrazzo.ops.w4a8.mxfp4_format; what is computed, and how accurately: te
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from terrazzo.ops import dlpack
 from terrazzo.ops.checkpoints import loaders
-from terrazzo.ops.checkpoints import mxfp4 as published
+from terrazzo.ops.checkpoints.conventions import mxfp4 as published
 from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.products.converted import MXFP4_FP8
 from terrazzo.ops.w4a8 import grouped, mxfp4_format, op
 from terrazzo.ops.w4a8.activations import QuantizedActivations
 from terrazzo.ops.w4a8.entry import gemm, grouped_gemm
@@ -29,7 +29,6 @@ from terrazzo.ops.weight_only import format
 from terrazzo.ops.weight_only.quantizer import quantize_mxfp4
 
 if TYPE_CHECKING:
-    import torch
     from terrazzo.lowering.request import KernelRequest
     from terrazzo.lowering.targets import Target
     from terrazzo.ops.dlpack import SupportsDLPack
@@ -57,13 +56,6 @@ __all__ = [
 ]
 _FORM = "e2m1"
 
-FAMILY = loaders.Family(
-    "mxfp4_fp8",
-    {"mxfp4": lambda tensors, config: _own(published.unpack(**tensors))},
-    mxfp4_format.pack,
-    activations=("",),
-)
-
 
 def __dir__() -> list[str]:
     return sorted(__all__)
@@ -72,6 +64,9 @@ def __dir__() -> list[str]:
 def _own(weight: format.QuantizedWeight) -> QuantizedWeight:
     """The same weight, which is packed for e4m3."""
     return QuantizedWeight(weight.codes, weight.scales, weight.group_size, weight.weight, weight.bias, weight.factors)
+
+
+FAMILY = loaders.family_of(MXFP4_FP8, pack=mxfp4_format.pack, made=_own)
 
 
 @dlpack.accepting
@@ -220,37 +215,11 @@ def grouped_requests(
     return grouped.grouped_requests(n, k, experts, dequantization=_FORM, **facts)
 
 
-def read_layer(
-    path: str | Path, name: str | None = None, *, device: str | int | torch.device = "cpu"
-) -> QuantizedWeight:
-    """Canonical weight of one MXFP4 layer of a checkpoint, as `mxfp4.read_layer` reads it.
-
-    Args:
-        path, name, device: as there.
-
-    Raises:
-        ArgumentError: as there.
-    """
-    return loaders.read_layer(FAMILY, path, name, format=None, device=device)
-
-
-def load_layer(
-    path: str | Path,
-    name: str | None = None,
-    *,
-    device: str | int | torch.device = "cpu",
-    target: Target | str | None = None,
-) -> PackedWeight:
-    """`pack(read_layer(path, name, device=device), target=target)`."""
-    return mxfp4_format.pack(read_layer(path, name, device=device), target=target)
-
-
-def iter_layers(path: str | Path, **options: Any) -> Iterator[loaders.Layer]:
-    """A checkpoint's layers one at a time, as `w4a16.iter_layers` does and with its options `select`, `packed`,
-    `strict`, `device` and `target`."""
-    yield from loaders.iter_layers(FAMILY, path, **options)
-
-
-def load_model(path: str | Path, **options: Any) -> loaders.Model:
-    """All layers that `iter_layers(path, **options)` yields, as one object with a printable report."""
-    return loaders.load_model(FAMILY, path, **options)
+read_layer = FAMILY.read_layer
+"""Canonical weight of one layer: see `Family.read_layer`."""
+load_layer = FAMILY.load_layer
+"""One layer, packed."""
+iter_layers = FAMILY.iter_layers
+"""Layers one at a time."""
+load_model = FAMILY.load_model
+"""All layers, as one object with a printable report."""

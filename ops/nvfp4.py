@@ -8,14 +8,14 @@ Format and numerics: `NVFP4` of terrazzo.ops.products.codes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from terrazzo.ops import dlpack
 from terrazzo.ops.checkpoints import loaders
-from terrazzo.ops.checkpoints import nvfp4 as published
+from terrazzo.ops.checkpoints.conventions import nvfp4 as published
 from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.products.wide import NVFP4
 from terrazzo.ops.weight_only import format, grouped, op
 from terrazzo.ops.weight_only.entry import gemm, grouped_gemm
 from terrazzo.ops.weight_only.format import PackedWeight, QuantizedWeight
@@ -23,10 +23,8 @@ from terrazzo.ops.weight_only.op import weight_requests
 from terrazzo.ops.weight_only.quantizer import quantize_nvfp4 as quantize_weight
 
 if TYPE_CHECKING:
-    import torch
     from terrazzo.lowering.request import KernelRequest
     from terrazzo.lowering.targets import Target
-    from terrazzo.ops.checkpoints.config import LayerConfig
     from terrazzo.ops.dlpack import SupportsDLPack
 
 __all__ = [
@@ -51,13 +49,7 @@ __all__ = [
 GROUP_SIZE = 16
 _FACTS = dict(symmetric=True, scale_dtype="e4m3", weight="nvfp4")
 
-
-def _read(tensors: dict[str, Any], config: LayerConfig) -> QuantizedWeight:
-    """By the names of its tensors: modelopt has weight_scale_2, compressed-tensors weight_global_scale."""
-    return (published.unpack_modelopt if "weight" in tensors else published.unpack)(**tensors)
-
-
-FAMILY = loaders.Family("nvfp4", {"nvfp4": _read}, format.pack, activations=("",))
+FAMILY: loaders.Family[QuantizedWeight, PackedWeight] = loaders.family_of(NVFP4, pack=format.pack)
 
 
 def __dir__() -> list[str]:
@@ -193,40 +185,11 @@ def grouped_requests(
     return grouped.grouped_requests(n, k, experts, group_size=group_size, **facts, **_FACTS)
 
 
-def read_layer(
-    path: str | Path, name: str | None = None, *, device: str | int | torch.device = "cpu"
-) -> QuantizedWeight:
-    """Canonical weight of one NVFP4 layer of a checkpoint; activations that it quantizes stay in 16 bits.
-
-    Args:
-        path: a .safetensors file or a Hugging Face folder; a config beside the file is read too.
-        name: prefix of the layer's tensors; None when the checkpoint has only one layer.
-        device: where the weight is built, as torch names it.
-
-    Raises:
-        ArgumentError: no such layer, a missing tensor, or a layer that its config or further tensors give another
-            meaning (`load_model` skips it with the same reason).
-    """
-    return loaders.read_layer(FAMILY, path, name, format=None, device=device)
-
-
-def load_layer(
-    path: str | Path,
-    name: str | None = None,
-    *,
-    device: str | int | torch.device = "cpu",
-    target: Target | str | None = None,
-) -> PackedWeight:
-    """`pack(read_layer(path, name, device=device), target=target)`."""
-    return format.pack(read_layer(path, name, device=device), target=target)
-
-
-def iter_layers(path: str | Path, **options: Any) -> Iterator[loaders.Layer]:
-    """A checkpoint's layers one at a time, as `w4a16.iter_layers` does and with its options `select`, `packed`,
-    `strict`, `device` and `target`."""
-    yield from loaders.iter_layers(FAMILY, path, **options)
-
-
-def load_model(path: str | Path, **options: Any) -> loaders.Model:
-    """All layers that `iter_layers(path, **options)` yields, as one object with a printable report."""
-    return loaders.load_model(FAMILY, path, **options)
+read_layer = FAMILY.read_layer
+"""Canonical weight of one layer: see `Family.read_layer`."""
+load_layer = FAMILY.load_layer
+"""One layer, packed."""
+iter_layers = FAMILY.iter_layers
+"""Layers one at a time."""
+load_model = FAMILY.load_model
+"""All layers, as one object with a printable report."""

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from terrazzo.ops import fp8, mxfp4, mxfp4_fp8, nvfp4, w8a8, w8a16
 from terrazzo.ops.w4a8.checkpoint import FAMILY as W4A8
-from terrazzo.ops.w4a8.fp8_checkpoint import FAMILY as W4A8_FP8
+from terrazzo.ops.w4a8.fp8_importers import FAMILY as W4A8_FP8
 from terrazzo.ops.w4a8.w8a8.op import runs_on
 from terrazzo.ops.w4a16.checkpoint import FAMILY as W4A16
 
 if TYPE_CHECKING:
     from terrazzo.lowering.targets import Target
-    from terrazzo.ops.checkpoints.config import LayerConfig
+    from terrazzo.ops.checkpoints.conventions.base import LayerConfig
 
 FAMILIES = {
     "w4a16": W4A16, "w4a8": W4A8, "w4a8_fp8": W4A8_FP8, "mxfp4": mxfp4.FAMILY, "fp8": fp8.FAMILY,

@@ -8,14 +8,14 @@ Format and numerics: `U8` of terrazzo.ops.products.codes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack
-from terrazzo.ops.checkpoints import compressed_tensors, gptq, loaders
+from terrazzo.ops.checkpoints import loaders
+from terrazzo.ops.checkpoints.conventions import compressed_tensors, gptq
 from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.products.wide import W8A16
 from terrazzo.ops.weight_only import grouped, integer_quantizer, integers, op
 from terrazzo.ops.weight_only.byte_integers import PackedWeight, QuantizedWeight
 from terrazzo.ops.weight_only.entry import gemm, grouped_gemm
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     import torch
     from terrazzo.lowering.request import KernelRequest
     from terrazzo.lowering.targets import Target
-    from terrazzo.ops.checkpoints.config import LayerConfig
     from terrazzo.ops.dlpack import SupportsDLPack
+    from terrazzo.ops.grouped_codes import GroupedCodes
 
 __all__ = [
     "GroupedWeight",
@@ -127,6 +127,10 @@ def quantize_weight(
     return integer_quantizer.of_float(QuantizedWeight, weight, **facts, **options)
 
 
+def _made(codes: GroupedCodes) -> QuantizedWeight:
+    return QuantizedWeight(**vars(codes))
+
+
 def from_gptq(*tensors: Any, target: Target | str | None = None, **options: Any) -> PackedWeight:
     """`pack(read_gptq(...), target=target)`: the arguments and errors of `read_gptq`."""
     return pack(read_gptq(*tensors, **options), target=target)
@@ -165,7 +169,7 @@ def read_gptq(
         ArgumentError: wrong shapes or dtypes, other bits, a g_idx with no common unit, a contradicted config.
     """
     facts = dict(bias=bias, group_size=group_size, bits=bits, version=version, symmetric=symmetric, desc_act=desc_act)
-    return QuantizedWeight(**vars(gptq.unpack_gptq(qweight, qzeros, scales, g_idx, **facts, code_bits=8)))
+    return _made(gptq.unpack_gptq(qweight, qzeros, scales, g_idx, **facts, code_bits=8))
 
 
 @dlpack.accepting
@@ -196,23 +200,9 @@ def read_compressed_tensors(
     Raises:
         ArgumentError: wrong shapes or dtypes, other bits or formats, a contradicted config.
     """
-    import torch
-
-    if isinstance(weight_scale, torch.Tensor) and weight_scale.ndim < 2 and getattr(weight, "ndim", 0) == 2:
-        if weight_scale.numel() in (1, len(weight)):
-            weight_scale = weight_scale.reshape(-1, 1).expand(len(weight), 1)
-        if isinstance(weight_zero_point, torch.Tensor) and weight_zero_point.numel() == 1:
-            weight_zero_point = weight_zero_point.reshape(1, 1).expand(len(weight), 1)
-    facts = dict(bias=bias, group_size=group_size, symmetric=symmetric, code_bits=8)
-    if getattr(weight, "dtype", None) == torch.int8:
-        if weight_g_idx is not None:
-            constraint = "is of pack-quantized layers alone"
-            raise ArgumentError("weight_g_idx", "given", constraint, "leave it out, or pass weight_packed")
-        found = compressed_tensors.unpack(weight, weight_scale, weight_zero_point, weight_shape, format=format, **facts)
-    else:
-        tensors = weight, weight_scale, weight_zero_point, weight_shape, weight_g_idx
-        found = compressed_tensors.unpack_packed(*tensors, bits=bits, format=format or "pack-quantized", **facts)
-    return QuantizedWeight(**vars(found))
+    tensors = weight, weight_scale, weight_zero_point, weight_shape, weight_g_idx
+    facts = dict(bias=bias, group_size=group_size, bits=bits, format=format, symmetric=symmetric)
+    return _made(compressed_tensors.unpack_bytes(*tensors, **facts))
 
 
 def kernel_requests(
@@ -270,70 +260,12 @@ def grouped_requests(
     return grouped.grouped_requests(n, k, experts, m=m, dtype=dtype, bias=bias, target=target, weight="u8", **facts)
 
 
-def _gptq(tensors: dict[str, Any], config: LayerConfig) -> QuantizedWeight:
-    if "qzeros" not in tensors and not config.symmetric:
-        remedy = "get the missing shard; for a symmetric layer call from_gptq with qzeros=None"
-        raise ArgumentError("qzeros", None, "the layer needs its zero points", remedy)
-    facts = {"group_size": config.group_size, "symmetric": config.symmetric}
-    version = config.version if config.version not in (None, "gptq", "gptq_v2") else config.format
-    return read_gptq(**({"qzeros": None} | tensors | facts), version=version, desc_act=config.desc_act)
-
-
-def _compressed(tensors: dict[str, Any], config: LayerConfig) -> QuantizedWeight:
-    static = ("input_scale", "input_zero_point")  # of x in 8 bits: not read, x stays in 16
-    given = {leaf: tensor for leaf, tensor in tensors.items() if leaf not in static}
-    if config.desc_act and "weight_g_idx" not in given and given["weight_scale"].shape[-1:] != (1,):
-        constraint = "the config states actorder by groups, which needs the group of each channel"
-        raise ArgumentError("weight_g_idx", None, constraint, "add the layer's weight_g_idx tensor")
-    if "weight_packed" in given:
-        given["weight"] = given.pop("weight_packed")
-    facts = {"group_size": config.group_size, "symmetric": config.symmetric}
-    return read_compressed_tensors(**given, **facts, format=config.version)
-
-
-FAMILY = loaders.Family(
-    "w8a16",
-    {"gptq": _gptq, "compressed_tensors": _compressed, "int_quantized": _compressed},
-    pack,
-    activations=("", *loaders.WORDS),
-    bits=8,
-)
-
-
-def read_layer(
-    path: str | Path, name: str | None = None, *, device: str | int | torch.device = "cpu"
-) -> QuantizedWeight:
-    """Canonical weight of one 8-bit layer of a checkpoint; activations that it quantizes stay in 16 bits.
-
-    Args:
-        path: a .safetensors file or a Hugging Face folder; a config beside the file is read too.
-        name: prefix of the layer's tensors; None when the checkpoint has only one layer.
-        device: where the weight is built, as torch names it.
-
-    Raises:
-        ArgumentError: no such layer, a missing tensor, or a layer that its config or further tensors give another
-            meaning (`load_model` skips it with the same reason).
-    """
-    return loaders.read_layer(FAMILY, path, name, format=None, device=device)
-
-
-def load_layer(
-    path: str | Path,
-    name: str | None = None,
-    *,
-    device: str | int | torch.device = "cpu",
-    target: Target | str | None = None,
-) -> PackedWeight:
-    """`pack(read_layer(path, name, device=device), target=target)`."""
-    return pack(read_layer(path, name, device=device), target=target)
-
-
-def iter_layers(path: str | Path, **options: Any) -> Iterator[loaders.Layer]:
-    """A checkpoint's layers one at a time, as `w4a16.iter_layers` does and with its options `select`, `packed`,
-    `strict`, `device` and `target`."""
-    yield from loaders.iter_layers(FAMILY, path, **options)
-
-
-def load_model(path: str | Path, **options: Any) -> loaders.Model:
-    """All layers that `iter_layers(path, **options)` yields, as one object with a printable report."""
-    return loaders.load_model(FAMILY, path, **options)
+FAMILY = loaders.family_of(W8A16, pack=pack, made=_made, bits=8)
+read_layer = FAMILY.read_layer
+"""Canonical weight of one layer: see `Family.read_layer`."""
+load_layer = FAMILY.load_layer
+"""One layer, packed."""
+iter_layers = FAMILY.iter_layers
+"""Layers one at a time."""
+load_model = FAMILY.load_model
+"""All layers, as one object with a printable report."""

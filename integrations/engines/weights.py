@@ -234,7 +234,7 @@ def nibbles_of(halves: torch.Tensor) -> torch.Tensor:
 
 def _awq_nibbles(words: torch.Tensor) -> torch.Tensor:
     """uint8 [..., 8 C] of int32 [..., C], in the order of columns."""
-    from terrazzo.ops.checkpoints.awq import AWQ_ORDER
+    from terrazzo.ops.checkpoints.conventions.awq import AWQ_ORDER
     from terrazzo.ops.checkpoints.words import nibbles
 
     flat = nibbles(words.flatten(0, -2).contiguous())

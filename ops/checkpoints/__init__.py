@@ -18,7 +18,9 @@ from terrazzo.lowering import lazy
 __all__ = ["FORMATS", "Checkpoint", "Config", "Family", "Layer", "LayerConfig", "Model", "TensorFiles"]
 
 if TYPE_CHECKING:
-    from terrazzo.ops.checkpoints.config import FORMATS, Config, LayerConfig
+    from terrazzo.ops.checkpoints.config import Config
+    from terrazzo.ops.checkpoints.conventions.base import LayerConfig
+    from terrazzo.ops.checkpoints.conventions.table import FORMATS
     from terrazzo.ops.checkpoints.files import TensorFiles
     from terrazzo.ops.checkpoints.loaders import Family, Layer, Model
     from terrazzo.ops.checkpoints.reader import Checkpoint
@@ -26,7 +28,9 @@ else:
     __getattr__, __dir__ = lazy.attach(
         __name__,
         {
-            "config": "FORMATS Config LayerConfig",
+            "config": "Config",
+            "conventions.base": "LayerConfig",
+            "conventions.table": "FORMATS",
             "files": "TensorFiles",
             "loaders": "Family Layer Model",
             "reader": "Checkpoint",

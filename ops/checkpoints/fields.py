@@ -1,8 +1,8 @@
-"""What each field of a `quantization_config` does to a layer's arithmetic.
+"""What fields of a `quantization_config` hold, and which of them change a layer's arithmetic.
 
-A field is read (`Config` obeys it), neutral (it records how the weights were found), or it changes what a layer means
-in a way that no kernel here follows: then the layers that it touches are skipped with the reason. A field that nobody
-here knows is refused unless it says nothing: null, false, zero or empty.
+A field is read (its `Method` obeys it), neutral (it records how the weights were found), or it changes what a layer
+means in a way that no kernel here follows: then the layers that it touches are skipped with the reason. A field that
+nobody here knows is refused unless it says nothing: null, false, zero or empty.
 
 Sources: the writers of AutoAWQ 0.2.7, AutoGPTQ 0.7, GPTQModel 7, optimum and transformers 5 (GPTQConfig, AwqConfig),
 llm-compressor 0.14 with compressed-tensors 0.20, modelopt, auto-round 0.16, omniserve, and published config.json files.
@@ -10,75 +10,32 @@ llm-compressor 0.14 with compressed-tensors 0.20, modelopt, auto-round 0.16, omn
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import TypeAlias
 
+from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.checkpoints.patterns import matches
 
-_AUTO_ROUND = """
-act_data_type act_dynamic act_group_size act_sym amp autoround_version batch_size block_name_to_quantize dataset
-enable_alg_ext enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input enable_torch_compile
-gradient_accumulate_steps iters low_cpu_mem_usage low_gpu_mem_usage lr lr_scheduler meta minmax_lr model_free momentum
-nblocks not_use_best_mse nsamples provider quant_block_list quant_lm_head sampler scale_dtype seed seqlen
-static_attention_dtype static_attention_granularity static_kv_dtype static_kv_granularity supported_types
-to_quant_block_names use_quant_input
-"""
-"""Written by auto-round into its own format and into those of others. `act_bits` says whether act_* hold."""
-_GPTQ = """
-act_group_aware auto_forward_data_parallel buffered_fwd cache_block_outputs calibration_data_device damp_auto_increment
-damp_percent dense_vram_strategy dense_vram_strategy_devices device disable_exllama exllama_config fail_safe failsafe
-fallback foem format_version gc_mode gptaq gptaq_alpha gptaq_memory_device hessian hessian_chunk_size hyb_act lm_head
-max_input_length mock_quantization model_file_base_name model_name_or_path model_seqlen moe moe_vram_strategy
-moe_vram_strategy_devices module_name_preceding_first_block modules_in_block_to_quantize mse offload_to_disk
-offload_to_disk_path pack_impl pad_token_id shard_strategy static_groups tokenizer true_sequential use_cuda_fp16
-use_exllama use_marlin v2 v2_alpha v2_memory_device vram_strategy wait_for_submodule_finalizers
-weight_only_quant_threads
-"""
-_AWQ = "do_fuse fuse_max_seq_len modules_to_fuse ignore modules_to_not_convert sym duo_scaling n_grid apply_clip"
-_COMPRESSED = """
-compression_ratio dequantize global_compression_ratio kv_cache_scheme moe_sparsity_config quantization_status
-producer run_compressed use_optimized_inference version
-"""
-_FP8 = """
-activation_scheme activation_scale_ub fmt ignored_layers modules_to_not_convert scale_fmt weight_block_size
-"""
-_READ = "quant_method method bits w_bit wbits weight_bits group_size q_group_size"
+JSON: TypeAlias = "dict[str, JSON] | list[JSON] | str | float | bool | None"
+Stated: TypeAlias = dict[str, JSON]
+"""A config, or an object in it."""
 
-NEUTRAL: dict[str, frozenset[str]] = {
-    "awq": frozenset(f"{_AUTO_ROUND} {_GPTQ} {_AWQ}".split()),
-    "gptq": frozenset(f"{_AUTO_ROUND} {_GPTQ} modules_to_not_convert version zero_point".split()),
-    "compressed-tensors": frozenset(f"{_AUTO_ROUND} {_COMPRESSED}".split()),
-    "qserve": frozenset("version zero_point modules_to_not_convert".split()),
-    "auto-round": frozenset(f"{_AUTO_ROUND} damp_percent lm_head modules_to_not_convert true_sequential".split()),
-    "modelopt": frozenset("producer kv_cache_quant_algo kv_cache_scheme config_groups has_zero_point version".split()),
-    "fp8": frozenset("kv_cache_scheme kv_cache_quant_method".split()),
-    "mxfp4": frozenset("dequantize".split()),
-}
-"""Convention -> fields that change nothing, whatever they hold."""
-READ: dict[str, frozenset[str]] = {
-    "awq": frozenset(f"{_READ} version format checkpoint_format zero_point".split()),
-    "gptq": frozenset(f"{_READ} format checkpoint_format is_marlin_format dynamic sym desc_act".split()),
-    "compressed-tensors": frozenset("quant_method config_groups format ignore".split()),
-    "qserve": frozenset(_READ.split()),
-    "auto-round": frozenset(f"{_READ} packing_format sym extra_config".split()),
-    "modelopt": frozenset("quant_method quant_algo group_size exclude_modules ignore quantized_layers".split()),
-    "fp8": frozenset(f"quant_method {_FP8}".split()),
-    "mxfp4": frozenset("quant_method modules_to_not_convert".split()),
-}
-"""Convention -> fields that `Config` obeys."""
+SIZES = "quant_method method bits w_bit wbits weight_bits group_size q_group_size"
+"""Fields that most methods read."""
 FUSED_ROTATION = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "qkv_proj", "gate_up_proj", "lm_head")
 """Layers that GPTQModel's `rotation` changes offline only: the residual stream and the heads are rotated alike."""
 
 
-def unknown(convention: str, raw: dict[str, Any]) -> str:
+def unknown(known: frozenset[str], raw: Stated) -> str:
     """Reason to refuse a config: a field that nobody here knows and that says something; else ""."""
-    known = READ[convention] | NEUTRAL[convention] | set(CHANGING)
     for name, value in raw.items():
-        if value and name not in known:
+        if value and name not in known and name not in CHANGING:
             return f"the config's field {_short(name)} = {_short(value)} is not known here: it may change the layer"
     return ""
 
 
-def changed(raw: dict[str, Any], layer: str, stored: str = "codes") -> str:
+def changed(raw: Stated, layer: str, stored: str = "codes") -> str:
     """Reason to skip one layer: a field that changes its arithmetic in a way that no kernel here follows; else "".
 
     Of a layer that is stored as "float", only fields about its input and output count.
@@ -91,45 +48,45 @@ def changed(raw: dict[str, Any], layer: str, stored: str = "codes") -> str:
     return ""
 
 
-def _short(value: Any) -> str:
+def _short(value: JSON) -> str:
     if isinstance(value, (dict, list)):
         return f"{type(value).__name__} of {len(value)}"
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _always(what: str):
+def _always(what: str) -> Callable[[JSON, str], str]:
     return lambda value, layer: f"{what} ({_short(value)})"
 
 
-def _rotation(value: Any, layer: str) -> str:
+def _rotation(value: JSON, layer: str) -> str:
     if layer.rpartition(".")[2] in FUSED_ROTATION and value in ("hadamard", "random"):
         return ""
     return f"rotation = {_short(value)}: x must be multiplied by a Hadamard matrix before this layer"
 
 
-def _activations(value: Any, layer: str) -> str:
+def _activations(value: JSON, layer: str) -> str:
     return "" if type(value) is int and value >= 16 else f"activations are quantized too ({_short(value)}-bit)"
 
 
-def _data_type(value: Any, layer: str) -> str:
+def _data_type(value: JSON, layer: str) -> str:
     return "" if isinstance(value, str) and value.startswith("int") else f"weights are of type {_short(value)}, not int"
 
 
-def _pack_dtype(value: Any, layer: str) -> str:
+def _pack_dtype(value: JSON, layer: str) -> str:
     return "" if value in ("int32", "torch.int32") else f"codes are packed into {_short(value)}, not int32"
 
 
-def _backend(value: Any, layer: str) -> str:
+def _backend(value: JSON, layer: str) -> str:
     return "llm-awq packs codes in another order" if value == "llm-awq" else ""
 
 
-def _sparsity(value: Any, layer: str) -> str:
+def _sparsity(value: JSON, layer: str) -> str:
     form = value.get("format") if isinstance(value, dict) else value
     return "" if form in (None, "dense") else f"sparsity_config: the weight is stored sparse ({_short(form)})"
 
 
-def _transforms(value: Any, layer: str) -> str:
+def _transforms(value: JSON, layer: str) -> str:
     """compressed-tensors' transform_config: places "weight_*" were applied to the weight, others happen at run time."""
     groups = value.get("config_groups", {}) if isinstance(value, dict) else None
     if not isinstance(groups, dict):
@@ -148,7 +105,7 @@ def _transforms(value: Any, layer: str) -> str:
     return ""
 
 
-def _targets(entries: Any, layer: str) -> bool:
+def _targets(entries: JSON, layer: str) -> bool:
     entries = [entries] if isinstance(entries, str) else entries or []
     if not isinstance(entries, list):
         return True
@@ -181,3 +138,67 @@ AROUND = frozenset(
     "rotation adapter rotation_config rotation_configs spinquant_config hadamard_config transform_config".split()
 )
 """Fields of CHANGING that say what happens around a layer, however its weight is stored."""
+
+
+def left_out(raw: Stated, name: str, *lists: str, glob: bool = False) -> str:
+    """Why a config leaves a layer out, else "".
+
+    One of some lists has components of its name, in a row ("model.layers.1" is in "model.layers.1.mlp", not in
+    "model.layers.10"), or, with `glob`, a pattern of it.
+    """
+    for part in (part for each in lists for part in names_of(raw, each)):
+        if f".{part.strip('.')}." in f".{name}." or (glob and fnmatchcase(name, part)):
+            return f"{lists[0]} names {part!r}"
+    return ""
+
+
+def bad(name: str, value: object, constraint: str) -> ArgumentError:
+    return ArgumentError(name, shown(value), f"{constraint} in the checkpoint's config", "correct it, or get it again")
+
+
+def shown(value: JSON) -> JSON:
+    """A value of a config, for messages: long and nested ones by their kind."""
+    if isinstance(value, (dict, list)):
+        return f"{'object' if isinstance(value, dict) else 'list'} of {len(value)}"
+    return value[:80] if isinstance(value, str) else value
+
+
+def word(stated: Stated, name: str) -> JSON:
+    """A field that names one of a few things, in small letters; None where it is empty."""
+    value = stated.get(name) or None
+    return value.lower() if isinstance(value, str) else value
+
+
+def text(stated: Stated, name: str) -> str | None:
+    value = stated.get(name)
+    if value is not None and not isinstance(value, str):
+        raise bad(name, value, "must be a string")
+    return value
+
+
+def flag(stated: Stated, name: str) -> bool | None:
+    value = stated.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise bad(name, value, "must be true or false")
+    return value
+
+
+def whole(stated: Stated, name: str, default: int | None = None) -> int | None:
+    """An integer of a config; 128.0 counts as one."""
+    value = stated.get(name)
+    if value is None:
+        return default
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not -(2**31) < value < 2**31 or value % 1 != 0:
+        long = isinstance(value, int) and abs(value) > 10**20  # Python refuses to print very long ones
+        raise bad(name, "a long number" if long else value, "must be an integer")
+    return int(value)
+
+
+def names_of(stated: Stated, name: str) -> list[str]:
+    """A list of names of a config; one name counts as a list of it."""
+    value = stated.get(name) or []
+    value = [value] if isinstance(value, str) else value
+    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+        raise bad(name, value, "must be a list of names")
+    return value

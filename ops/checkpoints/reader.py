@@ -16,39 +16,15 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.checkpoints import files
-from terrazzo.ops.checkpoints.config import FORMATS, Config, LayerConfig
+from terrazzo.ops.checkpoints.config import Config
+from terrazzo.ops.checkpoints.conventions.base import BIAS, Convention, LayerConfig
+from terrazzo.ops.checkpoints.conventions.table import BY_CODES, CONVENTIONS
 
 if TYPE_CHECKING:
     import torch
 
-TENSORS = {
-    "awq": ("qweight", "qzeros", "scales"),
-    "gptq": ("qweight", "qzeros", "scales", "g_idx"),
-    "compressed_tensors": ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
-    "int_quantized": (
-        "weight", "weight_scale", "weight_zero_point", "weight_shape", "input_scale", "input_zero_point",
-    ),
-    "qserve": ("qweight", "s1_scales", "s2_scales", "s2_zeros", "s1_szeros"),
-    "mxfp4": ("weight_packed", "weight_scale"),
-    "fp8": ("weight", "weight_scale", "weight_scale_inv", "input_scale"),
-    "nvfp4": (
-        "weight", "weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale", "input_scale",
-        "input_global_scale",
-    ),
-}  # fmt: skip
-"""Convention -> the tensors of a layer, beside `bias`. "int_quantized" is compressed-tensors' int8 [N, K] of int4;
-"mxfp4", "nvfp4" and "fp8" are small floats, of compressed-tensors and others."""
-_OPTIONAL = {
-    "qzeros", "g_idx", "weight_zero_point", "weight_shape", "weight_g_idx", "s2_scales", "s2_zeros", "s1_szeros",
-    "input_scale", "input_zero_point", "input_global_scale",
-}  # fmt: skip
 _OF_CACHES = re.compile(r"\b[qkv]_proj\.([qkv]_scale|output_scale|output_zero_point)$")
 """Tensors of a layer that are about the cache of keys and values behind it, as ModelOpt, Quark and others name them."""
-_SCALES = ("weight_scale", "weight_scale_inv")
-_PAIRS = {
-    "fp8": (_SCALES,), "nvfp4": (("weight", "weight_packed"), ("weight_scale_2", "weight_global_scale")),
-}  # fmt: skip
-"""Convention -> tensors of which one is not needed where the other is."""
 
 
 class Checkpoint(files.TensorFiles):
@@ -71,51 +47,36 @@ class Checkpoint(files.TensorFiles):
         self._dividers: dict[str, list[tuple[str, list[int]]]] | None = None
 
     def layers(self) -> dict[str, str]:
-        """Prefix of every layer of quantized codes -> its convention, a key of TENSORS, by its tensors' names."""
+        """Prefix of every layer of quantized codes -> its convention, a key of CONVENTIONS, by its tensors' names."""
         if self._layers is None:
             self._layers = {}
             for name in self.names():
                 prefix, _, leaf = name.rpartition(".")
-                if leaf == "weight_packed":
-                    self._layers[prefix] = self._of_packed(prefix)
-                elif leaf == "qweight":
-                    self._layers[prefix] = self._of_words(prefix)
-                elif leaf == "weight" and self._has(prefix, "weight_scale") and self._is(name, "I8"):
-                    self._layers[prefix] = "int_quantized"
-                elif leaf == "weight" and any(self._has(prefix, it) for it in _SCALES) and self._is(name, "F8_E4M3"):
-                    self._layers[prefix] = "fp8"
-                elif leaf == "weight" and self._has(prefix, "weight_scale_2") and self._is(name, "U8"):
-                    self._layers[prefix] = "nvfp4"
+                found = (one for one in BY_CODES.get(leaf, ()) if one.holds is None or one.holds(self, prefix, leaf))
+                if (first := next(found, None)) is not None:
+                    self._layers[prefix] = first.name
             self._owned = self._owners(self._layers)
         return self._layers
 
-    def _of_packed(self, prefix: str) -> str:
-        """Convention of a layer with the tensor weight_packed."""
-        if not self._is(join(prefix, "weight_packed"), "U8"):
-            return "compressed_tensors"
-        if self._has(prefix, "weight_global_scale"):
-            return "nvfp4"
-        return "mxfp4" if self._is(join(prefix, "weight_scale"), "U8", "F8_E8M0") else "compressed_tensors"
+    def convention(self, prefix: str) -> Convention:
+        """Of one layer."""
+        self._check(prefix)
+        return CONVENTIONS[self.layers()[prefix]]
 
-    def _of_words(self, prefix: str) -> str:
-        """Convention of a layer with the tensor qweight."""
-        if self._has(prefix, "s1_scales"):
-            return "qserve"
-        stated = self.config.layer(prefix).format
-        if stated is not None and FORMATS[stated] in ("awq", "gptq"):
-            return FORMATS[stated]
-        words, scales = join(prefix, "qweight"), join(prefix, "scales")
-        if scales not in self.places or words not in self.places:
-            return "gptq"
-        columns, n = (self.describe(name)[1][-1:] for name in (words, scales))  # [] of tensors without dimensions
-        return "awq" if not self._has(prefix, "g_idx") and [8 * c for c in columns] == n else "gptq"
-
-    def _has(self, prefix: str, leaf: str) -> bool:
+    def has(self, prefix: str, leaf: str) -> bool:
+        """Whether a file holds a tensor, or should."""
         name = join(prefix, leaf)
         return name in self.places or name in self.lost
 
-    def _is(self, name: str, *dtypes: str) -> bool:
+    def stores(self, prefix: str, leaf: str, *dtypes: str) -> bool:
+        """Whether a tensor that can be read has one of these dtypes, as safetensors names them."""
+        name = join(prefix, leaf)
         return name in self.places and self.describe(name)[0] in dtypes
+
+    def shape(self, prefix: str, leaf: str) -> list[int] | None:
+        """Of a tensor that can be read."""
+        name = join(prefix, leaf)
+        return self.describe(name)[1] if name in self.places else None
 
     def _owners(self, layers: dict[str, str]) -> dict[str, dict[str, str]]:
         """layer -> {what stands behind its prefix -> tensor}: each tensor belongs to the longest prefix before it."""
@@ -135,7 +96,7 @@ class Checkpoint(files.TensorFiles):
 
     def read_leaves(self, prefix: str) -> tuple[str, ...]:
         """What an importer reads of a layer, whether it is there or not."""
-        return (*TENSORS[self.layers()[prefix]], "bias")
+        return self.convention(prefix).names
 
     def layer(self, prefix: str) -> LayerConfig:
         """What is known of one layer. `skip` is the reason why it cannot be read as its tensors say, else "".
@@ -147,7 +108,7 @@ class Checkpoint(files.TensorFiles):
         config, owned, read = self.config.layer(prefix), self._owned[prefix], self.read_leaves(prefix)
         lost = next((name for name in owned.values() if name in self.lost), None)
         extra = [leaf for leaf, name in owned.items() if leaf not in read and not _OF_CACHES.search(name)]
-        decided = config.excluded and self.config.method == "awq"  # quantized all the same: the tensors decide
+        decided = config.excluded and self.config.by_tensors  # quantized all the same: the tensors decide
         reason = "" if decided else config.skip
         if lost is not None:
             reason = f"layer {prefix!r} needs {lost!r}: {self.lost[lost]}"
@@ -160,7 +121,7 @@ class Checkpoint(files.TensorFiles):
 
     def _divided(self, prefix: str) -> str:
         """The vector of AutoAWQ's ScaledActivation before a layer: `<parent>.<activation>.scales` [K]; "" for none."""
-        if self.layers()[prefix] != "awq":
+        if not self.convention(prefix).divided:
             return ""
         if self._dividers is None:
             self._dividers = {}
@@ -169,8 +130,7 @@ class Checkpoint(files.TensorFiles):
                 if leaf == "scales" and module and module not in self.layers():
                     long = [extent for extent in self.describe(name)[1] if extent != 1]
                     self._dividers.setdefault(module.rpartition(".")[0], []).append((name, long))
-        words = join(prefix, "qweight")
-        k = self.describe(words)[1][:1] if words in self.places else []
+        k = (self.shape(prefix, self.convention(prefix).codes[0]) or [])[:1]
         near = self._dividers.get(prefix.rpartition(".")[0], [])
         return next((name for name, long in near if k and long == k), "")
 
@@ -180,18 +140,17 @@ class Checkpoint(files.TensorFiles):
         Raises:
             ArgumentError: there is no such layer, or one of its tensors is missing or unreadable.
         """
-        self._check(prefix)
         found = {}
-        for leaf in self.read_leaves(prefix):
-            full = join(prefix, leaf)
+        for leaf in (*self.convention(prefix).leaves, BIAS):
+            full = join(prefix, leaf.name)
             if full in self.places:
-                found[leaf] = self.tensor(full, device)
-            elif full not in self.lost and self._has(prefix, _other_of(self.layers()[prefix], leaf)):
+                found[leaf.name] = self.tensor(full, device)
+            elif full not in self.lost and leaf.instead and self.has(prefix, leaf.instead):
                 continue
-            elif full in self.lost or leaf not in _OPTIONAL | {"bias"}:
+            elif full in self.lost or not leaf.optional:
                 constraint = f"layer {prefix!r} needs the tensor {full!r}"
                 constraint += f": {self.lost[full]}" if full in self.lost else ""
-                raise ArgumentError(leaf, None, constraint, "get the missing shard, or the file again")
+                raise ArgumentError(leaf.name, None, constraint, "get the missing shard, or the file again")
         return found
 
     def others(self) -> dict[str, str]:
@@ -213,12 +172,6 @@ class Checkpoint(files.TensorFiles):
             raise ArgumentError(
                 "name", seen, "is no quantized layer of this checkpoint", f"name one of its layers: {known}"
             )
-
-
-def _other_of(convention: str, leaf: str) -> str:
-    """The tensor that may stand in the place of another one, itself if none may."""
-    pairs = (pair for pair in _PAIRS.get(convention, ()) if leaf in pair)
-    return next((pair[leaf == pair[0]] for pair in pairs), leaf)
 
 
 def join(prefix: str, leaf: str) -> str:

@@ -5,13 +5,14 @@ Every word is an int32 that holds 8 codes, nibble i in bits 4i..4i+3, or 4 of 8 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
 
 if TYPE_CHECKING:
     import torch
+    from terrazzo.ops.checkpoints.conventions.base import Tensors
 
 
 def nibbles(words: torch.Tensor) -> torch.Tensor:
@@ -82,7 +83,7 @@ def check_index(name: str, index: torch.Tensor) -> None:
         raise ArgumentError(name, seen, "must be int32 [K], the group of each channel", remedy)
 
 
-def check_plain(name: str, tensor: Any) -> None:
+def check_plain(name: str, tensor: object) -> None:
     """Raise ArgumentError for tensors that are not dense, or hold no data; what is no tensor is refused elsewhere."""
     import torch
 
@@ -113,3 +114,20 @@ def check_int8(name: str, tensor: torch.Tensor | None, shape: tuple[int | None, 
         wanted = ", ".join("*" if size is None else str(size) for size in shape)
         constraint = f"must be a tensor, int8 [{wanted}]"
         raise ArgumentError(name, weights.described(tensor), constraint, "add the layer's tensor")
+
+
+def static_scale(tensors: Tensors, announced: bool, unknown: bool) -> dict[str, float]:
+    """`input_scale` of a layer whose activations have one scale, as its config announces, or where nothing is known."""
+    scale = tensors.get("input_scale")
+    if announced and scale is None:
+        raise ArgumentError("input_scale", None, "the config states static activations", "get the missing shard")
+    if scale is None or not (announced or unknown):
+        return {}
+    return {"input_scale": one_number("input_scale", scale)}
+
+
+def one_number(name: str, value: torch.Tensor) -> float:
+    if value.numel() != 1:
+        seen = weights.described(value)
+        raise ArgumentError(name, seen, "must be one number for all tokens", "take the largest of joined layers")
+    return float(value.float())

@@ -8,20 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.checkpoints import loaders
-from terrazzo.ops.checkpoints.compressed_tensors import arguments
-from terrazzo.ops.checkpoints.config import LayerConfig
-from terrazzo.ops.checkpoints.loaders import Layer, Model
-from terrazzo.ops.checkpoints.words import check_bits
+from terrazzo.ops.checkpoints.conventions.qserve import TwoLevels
+from terrazzo.ops.checkpoints.loaders import Layer
+from terrazzo.ops.products.converted import W4A8
 from terrazzo.ops.w4a8.format import PackedWeight, QuantizedWeight, pack
-from terrazzo.ops.w4a8.importers import read_compressed_tensors, read_qserve
+from terrazzo.ops.w4a8.importers import of_groups, of_levels
 
 if TYPE_CHECKING:
     import torch
     from terrazzo.lowering.targets import Target
+    from terrazzo.ops.checkpoints.conventions.base import Convention, LayerConfig, Tensors
+    from terrazzo.ops.products.product import Product
+
+
+def _read(
+    convention: Convention, product: Product, tensors: Tensors, config: LayerConfig, requantize: bool = False
+) -> QuantizedWeight:
+    codes = convention.read(tensors, config, product)
+    return (of_levels if isinstance(codes, TwoLevels) else of_groups)(codes, requantize)
+
+
+FAMILY = loaders.family_of(W4A8, pack=pack, read=_read)
 
 
 def read_layer(
@@ -46,7 +56,7 @@ def read_layer(
             further tensors give another meaning (`load_model` skips it with the same reason): a config that wants
             other activations than int8 with a dynamic scale for each token is such a reason.
     """
-    return loaders.read_layer(FAMILY, path, name, format=format, device=device, requantize=requantize)
+    return FAMILY.one(path, name, format=format, device=device, requantize=requantize)
 
 
 def load_layer(
@@ -88,34 +98,11 @@ def iter_layers(
     Raises:
         ArgumentError: as there.
     """
-    yield from loaders.iter_layers(
-        FAMILY, path, select=select, packed=packed, strict=strict, format=format, device=device, target=target,
+    yield from FAMILY.each(
+        path, select=select, packed=packed, strict=strict, format=format, device=device, target=target,
         requantize=requantize,
     )  # fmt: skip
 
 
-def load_model(path: str | Path, **options: Any) -> Model:
-    """All layers that `iter_layers(path, **options)` yields, as one object with a printable report."""
-    return loaders.load_model(FAMILY, path, **options)
-
-
-def _qserve(tensors: dict[str, torch.Tensor], config: LayerConfig, requantize: bool = False) -> QuantizedWeight:
-    check_bits(config.bits)
-    k, levels = 2 * tensors["qweight"].shape[-1] if tensors["qweight"].ndim else 0, tensors.get("s2_scales")
-    if config.group_size is not None and levels is not None and levels.ndim == 2:
-        if config.group_size * levels.shape[0] != k:
-            constraint = f"K = {k} with {levels.shape[0]} rows of s2_scales needs another"
-            raise ArgumentError("group_size", config.group_size, constraint, "correct the config")
-    return read_qserve(**({"s1_scales": None} | tensors), requantize=requantize)
-
-
-def _compressed(tensors: dict[str, torch.Tensor], config: LayerConfig, requantize: bool = False) -> QuantizedWeight:
-    return read_compressed_tensors(**arguments(tensors, config), requantize=requantize)
-
-
-FAMILY = loaders.Family(
-    "w4a8",
-    {"qserve": _qserve, "compressed_tensors": _compressed, "int_quantized": _compressed},
-    pack,
-    activations=("int8", ""),
-)
+load_model = FAMILY.load_model
+"""All layers that `iter_layers(path, **options)` yields, as one object with a printable report."""

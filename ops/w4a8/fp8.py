@@ -13,9 +13,15 @@ from __future__ import annotations
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.w4a8.activations import QuantizedActivations
 from terrazzo.ops.w4a8.entry import gemm, grouped_gemm
-from terrazzo.ops.w4a8.fp8_checkpoint import iter_layers, load_layer, load_model, read_layer
 from terrazzo.ops.w4a8.fp8_format import PackedWeight, QuantizedWeight, pack
-from terrazzo.ops.w4a8.fp8_importers import from_compressed_tensors, read_compressed_tensors
+from terrazzo.ops.w4a8.fp8_importers import (
+    from_compressed_tensors,
+    iter_layers,
+    load_layer,
+    load_model,
+    read_compressed_tensors,
+    read_layer,
+)
 from terrazzo.ops.w4a8.fp8_quantizer import quantize, quantize_activations, quantize_weight
 from terrazzo.ops.w4a8.op import weight_requests
 

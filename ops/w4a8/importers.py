@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
-from terrazzo.ops.checkpoints.compressed_tensors import unpack
-from terrazzo.ops.checkpoints.qserve import unpack_qserve
+from terrazzo.ops.checkpoints.conventions.compressed_tensors import unpack
+from terrazzo.ops.checkpoints.conventions.qserve import TwoLevels, unpack_qserve
 from terrazzo.ops.grouped_codes import expand_groups
 from terrazzo.ops.w4a8.format import GROUPS, LARGEST_SCALE, PackedWeight, QuantizedWeight, pack
 from terrazzo.ops.w4a8.quantizer import RANGE, divide, quantize_weight, row_chunks, second_level
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
     from terrazzo.lowering.targets import Target
     from terrazzo.ops.dlpack import SupportsDLPack
+    from terrazzo.ops.grouped_codes import GroupedCodes
 
 _STEPS = 32
 """Channel scales tried for each row when a layer is requantized."""
@@ -68,10 +69,7 @@ def read_qserve(
     Raises:
         ArgumentError: wrong shapes or dtypes, or such values without `requantize`.
     """
-    stored = unpack_qserve(qweight, s1_scales, s2_scales, s2_zeros, s1_szeros)
-    return _exact(
-        stored.codes, stored.scales, stored.shifts, stored.channel_scales, stored.group_size, bias, requantize
-    )
+    return of_levels(unpack_qserve(qweight, s1_scales, s2_scales, s2_zeros, s1_szeros, bias=bias), requantize)
 
 
 @dlpack.accepting
@@ -110,17 +108,22 @@ def read_compressed_tensors(
     Raises:
         ArgumentError: wrong shapes, dtypes or formats, values outside int4, or scales that do not fit.
     """
+    facts = dict(bias=bias, group_size=group_size, format=format, symmetric=symmetric)
+    return of_groups(unpack(weight, weight_scale, weight_zero_point, weight_shape, **facts), requantize)
+
+
+def of_groups(source: GroupedCodes, requantize: bool = False) -> QuantizedWeight:
+    """Two levels of codes with a free scale for each group: see `read_compressed_tensors`."""
     import torch
 
-    facts = dict(bias=bias, group_size=group_size, format=format, symmetric=symmetric)
-    source = unpack(weight, weight_scale, weight_zero_point, weight_shape, **facts)
     zeros = torch.full_like(source.scales, 8, dtype=torch.int32) if source.zeros is None else source.zeros.int()
     scales = source.scales.double()
     unit, multiples = _multiples(scales)
     if multiples is not None:
         shifts = 128 - zeros * multiples
         if bool((shifts >= 0).all() & (shifts + 15 * multiples <= 255).all()):
-            return _exact(source.codes, multiples, shifts, unit.float(), source.group_size, bias, requantize)
+            levels = TwoLevels(source.codes, multiples, shifts, unit.float(), source.group_size, source.bias)
+            return of_levels(levels, requantize)
     if not requantize:
         remedy = "pass requantize=True, or quantize the float weight with w4a8.quantize"
         least = scales.amin(dim=1)
@@ -137,7 +140,7 @@ def read_compressed_tensors(
             f"the kernels need group scales that are whole multiples 1..{LARGEST_SCALE} of one number for each row",
             remedy,
         )
-    return _fitted(source.codes, zeros, source.scales.float(), source.group_size, bias)
+    return _fitted(source.codes, zeros, source.scales.float(), source.group_size, source.bias)
 
 
 def _multiples(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -159,14 +162,15 @@ def _multiples(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]
     return unit, None
 
 
-def _exact(codes, scales, shifts, channel_scales, group: int, bias, requantize: bool) -> QuantizedWeight:
-    """Canonical weight of values ((codes * scales + shifts) mod 256) - 128, scales and shifts int32 [N, G].
+def of_levels(stored: TwoLevels, requantize: bool = False) -> QuantizedWeight:
+    """Canonical weight of both levels: see `read_qserve`.
 
     Codes are shifted to start at 0 in each group, so that offsets are bytes and sums do not wrap.
     """
     import torch
 
-    n, k = codes.shape
+    codes, scales, shifts, channel_scales = stored.codes, stored.scales, stored.shifts, stored.channel_scales
+    group, bias, (n, k) = stored.group_size, stored.bias, stored.codes.shape
     if group >= k and group not in GROUPS:  # one scale for a row
         groups, group = -(-k // GROUPS[-1]), GROUPS[-1]
         scales, shifts = scales.expand(n, groups), shifts.expand(n, groups)

@@ -17,7 +17,7 @@ from terrazzo import nn  # noqa: E402
 from terrazzo.lowering.errors import ArgumentError  # noqa: E402
 from terrazzo.nn.loading import load  # noqa: E402
 from terrazzo.ops import stored_layers  # noqa: E402
-from terrazzo.ops.checkpoints import Checkpoint, loaders  # noqa: E402
+from terrazzo.ops.checkpoints import Checkpoint  # noqa: E402
 from terrazzo.ops.w4a8.w8a8.format import PackedWeight  # noqa: E402
 from terrazzo.ops.weight_only.byte_integers import PackedWeight as Integers  # noqa: E402
 from terrazzo.ops.weight_only.format import PackedWeight as Floats  # noqa: E402
@@ -63,7 +63,7 @@ def test_a_layer_multiplies_as_compressed_tensors_does(name, tmp_path):
     checkpoint = Checkpoint(tmp_path)
     operator = stored_layers.operator_of(checkpoint.layers()["layer"], checkpoint.layer("layer"))
     assert operator == "w8a8"
-    weight = loaders.read(stored_layers.FAMILIES[operator], checkpoint, "layer", torch.device("cpu"))
+    weight = stored_layers.FAMILIES[operator].read(checkpoint, "layer", torch.device("cpu"))
     y = nn.Linear(weight.pack())(x).double()
     off = (y - expected).norm() / expected.norm()
     assert off < (0.01 if name == "int8_token.safetensors" else 2.0**-8), off

@@ -10,15 +10,16 @@ from terrazzo import ops
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import CAPABILITIES, Target
 from terrazzo.ops import registry
+from terrazzo.ops.checkpoints.conventions.table import CONVENTIONS
 from terrazzo.ops.formats import kv
 from terrazzo.ops.grouped_codes import GROUPS, SCALE_DTYPES
 from terrazzo.ops.linear.bytes import fp8_problem as w4a8_fp8_problem
+from terrazzo.ops.products.wide import W4A16
 from terrazzo.ops.w4a8 import activations as w4a8_activations
 from terrazzo.ops.w4a8 import format as w4a8_format
 from terrazzo.ops.w4a8 import fp8_format as w4a8_fp8_format
 from terrazzo.ops.w4a8 import mxfp4_format
 from terrazzo.ops.w4a8 import reference as w4a8_reference
-from terrazzo.ops.w4a16.checkpoint import FORMATS
 from terrazzo.ops.w4ax import fmpq as w4ax_fmpq
 from terrazzo.ops.w4ax import format as w4ax_format
 from terrazzo.ops.w4ax import reference as w4ax_reference
@@ -49,7 +50,8 @@ def test_every_operator_is_a_public_name_of_ops():
 
 def test_w4a16_entries_agree_with_the_code():
     entries = [entry for entry in registry.REGISTRY if entry.operator == "w4a16"]
-    assert {entry.format for entry in entries} == {*FORMATS, "rtn"}
+    formats = {name for one in W4A16.conventions for name in CONVENTIONS[one].formats}
+    assert {entry.format for entry in entries} == {*formats, "rtn"}
     for entry in entries:
         assert entry.groups == (*GROUPS, "K") and entry.scales == SCALE_DTYPES
         assert entry.activations == ACTIVATION_DTYPES and ("auto", *entry.numerics) == NUMERICS

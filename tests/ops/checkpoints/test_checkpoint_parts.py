@@ -7,10 +7,10 @@ import torch
 from checkpoint_folders import AWQ, GPTQ, KINDS, LAYER, compressed, stored, write
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import fp8, mxfp4, nvfp4, w4a16, w8a16
-from terrazzo.ops.checkpoints import Checkpoint, files, loaders
+from terrazzo.ops.checkpoints import Checkpoint, files
 from terrazzo.ops.shards import Share
 from terrazzo.ops.w4a8 import checkpoint as w4a8_checkpoint
-from terrazzo.ops.w4a8 import fp8_checkpoint
+from terrazzo.ops.w4a8 import fp8_importers
 from terrazzo.ops.w4a16 import checkpoint as w4a16_checkpoint
 
 N, K = 256, 512
@@ -18,7 +18,7 @@ EIGHT_BITS = ("gptq 8", "pack 8", "modelopt 8")
 FAMILIES = {
     "terrazzo.ops.w4a16": w4a16_checkpoint.FAMILY,
     "terrazzo.ops.w4a8": w4a8_checkpoint.FAMILY,
-    "terrazzo.ops.w4a8.fp8": fp8_checkpoint.FAMILY,
+    "terrazzo.ops.w4a8.fp8": fp8_importers.FAMILY,
 }
 
 
@@ -103,11 +103,11 @@ EVERY = [*KINDS, *EIGHT_BITS, "mxfp4", "nvfp4", "nvfp4 packed", "fp8 tensor", "f
 def test_a_rank_reads_its_own_bytes_and_gets_the_shard_of_the_whole(tmp_path, read_bytes, kind, dim):
     folder, family = layer(tmp_path, kind)
     checkpoint = Checkpoint(folder)
-    whole = loaders.read(family, checkpoint, LAYER, torch.device("cpu"))
+    whole = family.read(checkpoint, LAYER, torch.device("cpu"))
     everything = read_bytes()
     for rank in range(2):
         share = Share(rank, 2, dim)
-        made = loaders.read(family, checkpoint, LAYER, torch.device("cpu"), share)
+        made = family.read(checkpoint, LAYER, torch.device("cpu"), share)
         small = 8 * K + 8 * N + 64  # the order of channels, biases and scales of rows
         assert read_bytes() <= everything // 2 + small
         wanted = share.of(whole)
@@ -124,10 +124,17 @@ def test_a_rank_reads_its_own_bytes_and_gets_the_shard_of_the_whole(tmp_path, re
 def test_cuts_inside_of_words_or_blocks_are_read_whole_and_made_all_the_same(tmp_path, kind):
     folder, family = layer(tmp_path, kind)
     checkpoint = Checkpoint(folder)
-    whole = loaders.read(family, checkpoint, LAYER, torch.device("cpu"))
+    whole = family.read(checkpoint, LAYER, torch.device("cpu"))
     share = Share(63, 64)  # four rows of a word of eight, or of a block of 128
-    made = loaders.read(family, checkpoint, LAYER, torch.device("cpu"), share)
+    made = family.read(checkpoint, LAYER, torch.device("cpu"), share)
     assert made.n == 4 and torch.equal(made.dequantize(), share.of(whole).dequantize())
+
+
+def test_a_share_of_a_layer_without_its_scales_is_refused_by_their_name(tmp_path):
+    made = {leaf: t for leaf, t in stored("pack", n=N, k=K)[0].items() if leaf != "weight_scale"}
+    folder = write(tmp_path, {f"{LAYER}.{leaf}": t for leaf, t in made.items()}, compressed())
+    with pytest.raises(ArgumentError, match=f"needs the tensor '{LAYER}.weight_scale'"):
+        w4a16_checkpoint.FAMILY.read(Checkpoint(folder), LAYER, torch.device("cpu"), Share(1, 2))
 
 
 def test_one_group_stays_one_group_of_fewer_channels(tmp_path):
@@ -136,7 +143,7 @@ def test_one_group_stays_one_group_of_fewer_channels(tmp_path):
         folder = write(tmp_path / str(stated), {f"{LAYER}.{leaf}": t for leaf, t in made.items()},
                        AWQ | {"group_size": stated})  # fmt: skip
         share = Share(1, 2, 1)
-        got = loaders.read(w4a16_checkpoint.FAMILY, Checkpoint(folder), LAYER, torch.device("cpu"), share)
+        got = w4a16_checkpoint.FAMILY.read(Checkpoint(folder), LAYER, torch.device("cpu"), share)
         assert got.k == got.group_size == 64
         assert torch.equal(got.dequantize(), w4a16.read_layer(folder).dequantize()[:, 64:])
 
@@ -150,11 +157,11 @@ def act_order(tmp_path):
 
 def test_act_order_is_read_along_n_and_refused_along_k(tmp_path):
     checkpoint, family = Checkpoint(act_order(tmp_path)), w4a16_checkpoint.FAMILY
-    whole = loaders.read(family, checkpoint, LAYER, torch.device("cpu"))
-    made = loaders.read(family, checkpoint, LAYER, torch.device("cpu"), Share(1, 2))
+    whole = family.read(checkpoint, LAYER, torch.device("cpu"))
+    made = family.read(checkpoint, LAYER, torch.device("cpu"), Share(1, 2))
     assert torch.equal(made.dequantize(), whole.dequantize()[N // 2 :])
     with pytest.raises(ArgumentError, match="perm"):
-        loaders.read(family, checkpoint, LAYER, torch.device("cpu"), Share(1, 2, 1))
+        family.read(checkpoint, LAYER, torch.device("cpu"), Share(1, 2, 1))
 
 
 @pytest.mark.parametrize(("world", "dim", "said"), [(3, 0, "divide the 256 features"), (8, 1, "groups of 128")])
@@ -162,5 +169,5 @@ def test_worlds_that_cut_features_or_groups_are_refused(tmp_path, world, dim, sa
     for kind in ("awq", "gptq", "pack", "fp8 blocks"):
         folder, family = layer(tmp_path / kind, kind)
         with pytest.raises(ArgumentError) as caught:
-            loaders.read(family, Checkpoint(folder), LAYER, torch.device("cpu"), Share(0, world, dim))
+            family.read(Checkpoint(folder), LAYER, torch.device("cpu"), Share(0, world, dim))
         assert caught.value.argument == "world" and said in caught.value.constraint

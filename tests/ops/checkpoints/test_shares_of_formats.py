@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from terrazzo.ops import mxfp4, nvfp4, w8a16
-from terrazzo.ops.checkpoints import loaders, parts
+from terrazzo.ops.checkpoints import parts
 from terrazzo.ops.checkpoints.reader import Checkpoint
 from terrazzo.ops.shards import Share
 
@@ -81,11 +81,11 @@ def test_a_rank_reads_slices_that_are_its_shard(tmp_path, kind, dim):
     make, config, family = KINDS[kind]
     tensors = make(torch.Generator().manual_seed(1)) | {"bias": torch.arange(N).half()}
     checkpoint = Checkpoint(write(tmp_path, {f"{LAYER}.{leaf}": t for leaf, t in tensors.items()}, config))
-    whole = loaders.read(family.FAMILY, checkpoint, LAYER, "cpu")
+    whole = family.FAMILY.read(checkpoint, LAYER, "cpu")
     assert (whole.n, whole.k) == (N, K)
     for rank in range(2):
         share = Share(rank, 2, dim)
         assert parts.tensors(checkpoint, LAYER, checkpoint.layer(LAYER), share, "cpu") is not None, "read as a whole"
-        own, cut = loaders.read(family.FAMILY, checkpoint, LAYER, "cpu", share), whole.shard(rank, 2, dim)
+        own, cut = family.FAMILY.read(checkpoint, LAYER, "cpu", share), whole.shard(rank, 2, dim)
         assert torch.equal(own.dequantize("exact"), cut.dequantize("exact")) and type(own) is type(cut)
         assert (own.bias is None) == (cut.bias is None) == (dim == 1 and rank == 1)

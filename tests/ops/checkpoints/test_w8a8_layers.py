@@ -333,10 +333,10 @@ def test_what_no_kernel_computes_is_refused_by_name(tensors, config, said, tmp_p
 def test_int8_layers_with_activations_of_4_bits_are_read_where_these_stay_in_16_bits(tmp_path):
     tensors = {"weight": INT8, **BY_ROW}
     folder = written(tmp_path, tensors, compressed(CHANNEL, TOKEN | {"num_bits": 4}, "int-quantized"))
-    config, own = Checkpoint(folder).layer("layer"), loaders.read
+    config = Checkpoint(folder).layer("layer")
     chosen = [stored_layers.operator_of("int_quantized", config, weight_only=it) for it in (False, True)]
     assert chosen == ["w8a8", "w8a16"]
-    weight = own(w8a16.FAMILY, Checkpoint(folder), "layer", "cpu")
+    weight = w8a16.FAMILY.read(Checkpoint(folder), "layer", "cpu")
     assert torch.equal((weight.codes.double() - 128) * weight.scales.double(), meant(tensors))
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import w4a16
-from terrazzo.ops.w4a16.checkpoint import Checkpoint, Config
+from terrazzo.ops.checkpoints import Checkpoint, Config
 from test_w4a16_importers import DATA, load
 
 

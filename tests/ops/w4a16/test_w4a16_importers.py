@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import w4a16
-from terrazzo.ops.w4a16.checkpoint import Config
+from terrazzo.ops.checkpoints import Config
 
 DATA = Path(__file__).parents[2] / "data"
 GOLDEN = dict(reversed(line.split()) for line in (DATA / "SHA256SUMS").read_text().splitlines())

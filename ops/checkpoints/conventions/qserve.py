@@ -7,10 +7,15 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
-from terrazzo.ops.checkpoints.words import check_int8, check_plain
+from terrazzo.ops.checkpoints import fields
+from terrazzo.ops.checkpoints.conventions.base import Convention, LayerConfig, Leaf, Method, Tensors
+from terrazzo.ops.checkpoints.words import check_bits, check_int8, check_plain
 
 if TYPE_CHECKING:
     import torch
+    from terrazzo.ops.checkpoints.fields import Stated
+    from terrazzo.ops.checkpoints.reader import Checkpoint
+    from terrazzo.ops.products.product import Product
 
 LAYOUT = "qserve_g128"
 
@@ -21,7 +26,7 @@ class TwoLevels:
 
     Attributes:
         codes: uint8 [N, K]. scales, shifts: int32 [N, G]. channel_scales: float32 [N].
-        group_size: input channels of a group, K for one.
+        group_size: input channels of a group, K for one. bias: [N].
     """
 
     codes: torch.Tensor
@@ -29,6 +34,7 @@ class TwoLevels:
     shifts: torch.Tensor
     channel_scales: torch.Tensor
     group_size: int
+    bias: torch.Tensor | None = None
 
 
 def unpack_qserve(
@@ -37,6 +43,8 @@ def unpack_qserve(
     s2_scales: torch.Tensor | None = None,
     s2_zeros: torch.Tensor | None = None,
     s1_szeros: torch.Tensor | None = None,
+    *,
+    bias: torch.Tensor | None = None,
 ) -> TwoLevels:
     """Both levels of a layer; arguments and errors as of `w4a8.read_qserve`."""
     import torch
@@ -73,7 +81,7 @@ def unpack_qserve(
             )
         scales, shifts = (_rows(t).int() for t in (s2_scales, s2_zeros))
         shifts = (shifts + 128) & 255
-    return TwoLevels(codes, scales, shifts, s1_scales.float(), group)
+    return TwoLevels(codes, scales, shifts, s1_scales.float(), group, bias)
 
 
 def _rows(stored: torch.Tensor) -> torch.Tensor:
@@ -105,3 +113,43 @@ def _check_scales(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]
         raise ArgumentError(name, weights.described(tensor), constraint, "add the layer's tensor")
     if not bool(tensor.isfinite().all()):
         raise ArgumentError(name, "NaN or infinity", "must be finite", "the checkpoint is damaged: get it again")
+
+
+def _read(tensors: Tensors, config: LayerConfig, product: Product) -> TwoLevels:
+    check_bits(config.bits)
+    k, levels = 2 * tensors["qweight"].shape[-1] if tensors["qweight"].ndim else 0, tensors.get("s2_scales")
+    if config.group_size is not None and levels is not None and levels.ndim == 2:
+        if config.group_size * levels.shape[0] != k:
+            constraint = f"K = {k} with {levels.shape[0]} rows of s2_scales needs another"
+            raise ArgumentError("group_size", config.group_size, constraint, "correct the config")
+    return unpack_qserve(**({"s1_scales": None} | tensors))
+
+
+def _holds(checkpoint: Checkpoint, prefix: str, leaf: str) -> bool:
+    return checkpoint.has(prefix, "s1_scales")
+
+
+CONVENTION = Convention(
+    "qserve",
+    (
+        Leaf("qweight", n=(0, 1)),
+        Leaf("s1_scales", n=(0, 1)),
+        Leaf("s2_scales", n=(1, 1), optional=True),
+        Leaf("s2_zeros", n=(1, 1), optional=True),
+        Leaf("s1_szeros", n=(0, 1), optional=True),
+    ),
+    read=_read,
+    holds=_holds,
+    formats=("qserve",),
+    rows=32,
+)
+
+
+def _layer(raw: Stated, name: str) -> LayerConfig:
+    bits = next((key for key in ("w_bit", "bits", "wbits", "weight_bits") if key in raw), "bits")
+    return LayerConfig("qserve", fields.whole(raw, bits, 4), fields.whole(raw, "group_size"), activations="int8")
+
+
+METHOD = Method(
+    "qserve", _layer, read=fields.SIZES, neutral="version zero_point modules_to_not_convert", aliases=("qoq",)
+)

@@ -6,12 +6,27 @@ import warnings
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.checkpoints import fields
+from terrazzo.ops.checkpoints.conventions import auto_round
+from terrazzo.ops.checkpoints.conventions.base import (
+    GROUP,
+    WORD,
+    Convention,
+    LayerConfig,
+    Leaf,
+    Method,
+    Tensors,
+    needs_zeros,
+)
 from terrazzo.ops.checkpoints.groups import by_index
+from terrazzo.ops.checkpoints.patterns import matches
 from terrazzo.ops.checkpoints.words import check_bits, check_float, check_index, check_words, codes_of, word_bytes
 from terrazzo.ops.grouped_codes import GroupedCodes
 
 if TYPE_CHECKING:
     import torch
+    from terrazzo.ops.checkpoints.fields import JSON, Stated
+    from terrazzo.ops.products.product import Product
 
 ZERO_OVERFLOW = ("wrap", "16")
 
@@ -107,3 +122,78 @@ def _zeros(
             stacklevel=5,
         )
     return (stored + 1) & last if zero_overflow == "wrap" else stored + 1
+
+
+def _read(tensors: Tensors, config: LayerConfig, product: Product, zero_overflow: str = "wrap") -> GroupedCodes:
+    needs_zeros(tensors, "gptq", config)
+    bits, version = config.bits_for(product), config.version
+    facts = dict(bits=bits, code_bits=product.codes.bits, group_size=config.group_size, zero_overflow=zero_overflow)
+    facts |= dict(symmetric=config.symmetric, desc_act=config.desc_act)
+    facts["version"] = version if version not in (None, *CONVENTION.formats) else config.format
+    return unpack_gptq(**({"qzeros": None} | tensors | facts))
+
+
+CONVENTION = Convention(
+    "gptq",
+    (
+        Leaf("qweight", n=(1, 1), k=(0, WORD)),
+        Leaf("qzeros", n=(1, WORD), k=(0, GROUP), optional=True),
+        Leaf("scales", n=(1, 1), k=(0, GROUP)),
+        Leaf("g_idx", k=(0, 1), optional=True),
+    ),
+    read=_read,
+    formats=("gptq", "gptq_v2"),
+)
+
+WRITTEN = """
+act_group_aware auto_forward_data_parallel buffered_fwd cache_block_outputs calibration_data_device damp_auto_increment
+damp_percent dense_vram_strategy dense_vram_strategy_devices device disable_exllama exllama_config fail_safe failsafe
+fallback foem format_version gc_mode gptaq gptaq_alpha gptaq_memory_device hessian hessian_chunk_size hyb_act lm_head
+max_input_length mock_quantization model_file_base_name model_name_or_path model_seqlen moe moe_vram_strategy
+moe_vram_strategy_devices module_name_preceding_first_block modules_in_block_to_quantize mse offload_to_disk
+offload_to_disk_path pack_impl pad_token_id shard_strategy static_groups tokenizer true_sequential use_cuda_fp16
+use_exllama use_marlin v2 v2_alpha v2_memory_device vram_strategy wait_for_submodule_finalizers
+weight_only_quant_threads
+"""
+"""Fields that GPTQ's writers leave in configs of others, too."""
+
+
+def _rule(raw: Stated, name: str) -> tuple[str, JSON]:
+    """GPTQModel's `dynamic`: the first pattern that matches a layer, and its fields; "-:" excludes it."""
+    for pattern, own in (raw.get("dynamic") or {}).items():
+        if matches(pattern.removeprefix("+:").removeprefix("-:"), name):
+            return pattern, own
+    return "", None
+
+
+def _own(raw: Stated, name: str) -> Stated:
+    pattern, own = _rule(raw, name)
+    return own if isinstance(own, dict) and not pattern.startswith("-:") else {}
+
+
+def _layer(raw: Stated, name: str) -> LayerConfig:
+    facts, (pattern, _) = raw | _own(raw, name), _rule(raw, name)
+    skip = f"dynamic rule {pattern!r} excludes it" if pattern.startswith("-:") else ""
+    version = fields.text(facts, "checkpoint_format") or fields.text(facts, "format") or "gptq"
+    version = "marlin" if facts.get("is_marlin_format") else version
+    return LayerConfig(
+        "gptq_v2" if version == "gptq_v2" else "gptq",
+        fields.whole(facts, "bits", 4),
+        fields.whole(facts, "group_size"),
+        version,
+        fields.flag(facts, "sym"),
+        fields.flag(facts, "desc_act"),
+        skip=skip,
+        excluded=bool(skip),
+    )
+
+
+METHOD = Method(
+    "gptq",
+    _layer,
+    read=f"{fields.SIZES} format checkpoint_format is_marlin_format dynamic sym desc_act",
+    neutral=f"{auto_round.WRITTEN} {WRITTEN} modules_to_not_convert version zero_point",
+    aliases=("gptqmodel",),
+    own=_own,
+    unnamed=lambda raw: {"desc_act", "bits"} <= set(raw),
+)

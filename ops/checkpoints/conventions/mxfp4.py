@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
+from terrazzo.ops.checkpoints import fields
+from terrazzo.ops.checkpoints.conventions.base import GROUP, Convention, LayerConfig, Leaf, Method
 from terrazzo.ops.weight_only.format import QuantizedWeight
 
 if TYPE_CHECKING:
     import torch
+    from terrazzo.ops.checkpoints.fields import Stated
+    from terrazzo.ops.checkpoints.reader import Checkpoint
 
 GATE_UP = ("interleaved", "halves")
 
@@ -67,3 +71,28 @@ def nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 def _wrong(name: str, value: object, constraint: str) -> ArgumentError:
     return ArgumentError(name, weights.described(value), f"must be {constraint}", "pass the layer's tensor")
+
+
+def _holds(checkpoint: Checkpoint, prefix: str, leaf: str) -> bool:
+    packed = checkpoint.stores(prefix, leaf, "U8") and not checkpoint.has(prefix, "weight_global_scale")
+    return packed and checkpoint.stores(prefix, "weight_scale", "U8", "F8_E8M0")
+
+
+CONVENTION = Convention(
+    "mxfp4",
+    (Leaf("weight_packed", n=(0, 1), k=(1, 2)), Leaf("weight_scale", n=(0, 1), k=(1, GROUP))),
+    read=lambda tensors, config, product: unpack(**tensors),
+    holds=_holds,
+    formats=("mxfp4",),
+    within=("compressed_tensors",),
+    group=32,
+)
+
+
+def _layer(raw: Stated, name: str) -> LayerConfig:
+    """Of gpt-oss, whose experts alone are quantized; their tensors are no layer's (`terrazzo.load` reads them)."""
+    skip = fields.left_out(raw, name, "modules_to_not_convert", glob=True)
+    return LayerConfig("mxfp4", 4, 32, activations="", skip=skip, excluded=bool(skip))
+
+
+METHOD = Method("mxfp4", _layer, read="quant_method modules_to_not_convert", neutral="dequantize")

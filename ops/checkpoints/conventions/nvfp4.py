@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
-from terrazzo.ops.checkpoints.mxfp4 import nibbles
+from terrazzo.ops.checkpoints.conventions import base
+from terrazzo.ops.checkpoints.conventions.base import Convention, LayerConfig, Leaf, Tensors
+from terrazzo.ops.checkpoints.conventions.mxfp4 import nibbles
 from terrazzo.ops.weight_only.format import QuantizedWeight
 
 if TYPE_CHECKING:
     import torch
+    from terrazzo.ops.checkpoints.reader import Checkpoint
+    from terrazzo.ops.products.product import Product
 
 GROUP = 16
 
@@ -75,3 +79,34 @@ def _factor(name: str, value: torch.Tensor) -> torch.Tensor:
         constraint = "must be finite and above 0"
         raise ArgumentError(name, float(value.min()), constraint, "the checkpoint is damaged: get it again")
     return value.flatten()
+
+
+def _read(tensors: Tensors, config: LayerConfig, product: Product) -> QuantizedWeight:
+    """The words of modelopt, or those of compressed-tensors."""
+    return (unpack_modelopt if "weight" in tensors else unpack)(**tensors)
+
+
+_FACTORS = {"weight": "weight_scale_2", "weight_packed": "weight_global_scale"}
+
+
+def _holds(checkpoint: Checkpoint, prefix: str, leaf: str) -> bool:
+    return checkpoint.has(prefix, _FACTORS[leaf]) and checkpoint.stores(prefix, leaf, "U8")
+
+
+CONVENTION = Convention(
+    "nvfp4",
+    (
+        Leaf("weight", n=(0, 1), k=(1, 2), instead="weight_packed"),
+        Leaf("weight_packed", n=(0, 1), k=(1, 2), instead="weight"),
+        Leaf("weight_scale", n=(0, 1), k=(1, base.GROUP)),
+        Leaf("weight_scale_2", instead="weight_global_scale"),
+        Leaf("weight_global_scale", instead="weight_scale_2"),
+        Leaf("input_scale", optional=True),
+        Leaf("input_global_scale", optional=True),
+    ),
+    read=_read,
+    holds=_holds,
+    formats=("nvfp4",),
+    within=("compressed_tensors",),
+    group=GROUP,
+)
