@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.linear.operand import FACTOR_BYTES
 from terrazzo.ops.products.codes import BLOCK_ROWS, SCALE_BYTES, Codes, get_codes
-from terrazzo.ops.products.planes import Size
 from terrazzo.ops.products.table import of_codes
 from terrazzo.ops.weight.base import Canonical, Packed
 from terrazzo.ops.weight_only import small_scales
@@ -119,14 +118,6 @@ def records(
 def padded(n: int, k: int) -> tuple[int, int]:
     """(Np, Kp)."""
     return -(-n // BLOCK_N) * BLOCK_N, -(-k // BLOCK_K) * BLOCK_K
-
-
-def packed_shapes(
-    n: int, k: int, *, group_size: int, scale_dtype: str, symmetric: bool, weight: str
-) -> tuple[tuple[int, ...], ...]:
-    """Shapes of words and params."""
-    size = Size(n, k, group_size, scale_dtype, not symmetric)
-    return tuple(of_codes(weight).shapes(size).values())
 
 
 def layout_of(form: Codes) -> PackedLayout:

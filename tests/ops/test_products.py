@@ -8,20 +8,22 @@ from importlib import import_module
 from itertools import product as every
 
 import pytest
+import torch
 from terrazzo.layouts.converters import CONVERTERS
 from terrazzo.layouts.instances import INSTANCES
 from terrazzo.layouts.units import derive_unit
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import CAPABILITIES, Target
-from terrazzo.ops import ready, registry, stored_layers
+from terrazzo.ops import ready, registry, stored_layers, w8a8
 from terrazzo.ops.kinds.table import KINDS
 from terrazzo.ops.linear.bytes import fp8_problem, problem
+from terrazzo.ops.linear.operand import Operand
+from terrazzo.ops.products.codes import HALVES
 from terrazzo.ops.products.planes import Size
 from terrazzo.ops.products.product import Product
 from terrazzo.ops.products.table import PRODUCTS, of_codes
-from terrazzo.ops.w4a8.w8a8 import format as w8a8_format
+from terrazzo.ops.products.ways import choose_way
 from terrazzo.ops.w4a8.w8a8 import op as w8a8_op
-from terrazzo.ops.weight_only.packed import packed_shapes
 from terrazzo.schedules.forms import FORMS
 
 products = pytest.mark.parametrize("product", PRODUCTS, ids=lambda it: it.record)
@@ -75,10 +77,16 @@ def test_its_planes_have_the_shapes_of_packed_weights(product: Product):
         for group, scale in every((*own.groups, *[k] * own.one_group), own.scales):
             found = tuple(product.shapes(Size(n, k, group, scale, has)).values())
             if product.wide:
-                facts = dict(group_size=group, scale_dtype=scale, symmetric=not has, weight=own.name)
-                assert found == packed_shapes(n, k, **facts)
+                dtype, whole = scale if scale in HALVES else HALVES[0], group >= k and own.one_group
+                numerics = choose_way(own, scale, dtype, False).name
+                read = Operand(0 if whole else group, not has, scale, dtype, numerics, own.name)
+                assert found[0] == (-(-k // 128) * 128 // own.block_k, -(-n // 64), 512)
+                assert found[1] == (read.records(-(-k // 128) * 128), -(-n // 64), read.record_bytes)
             elif product.direct:
-                assert found == w8a8_format.packed_shapes(n, k, product.x.quant, group < k)
+                codes = torch.zeros(n, k, dtype=torch.int8).view(getattr(torch, product.x.code))
+                scales = torch.ones(-(-n // 128), -(-k // 128)) if group < k else torch.ones(n)
+                packed = w8a8.QuantizedWeight.canonical(codes, scales).pack()
+                assert found == (tuple(packed.words.shape), tuple(packed.scales.shape))
             elif product.planned:
                 assert found == ((-(-k // 128), -(-n // 64), 1056),)
             else:

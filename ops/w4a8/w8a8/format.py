@@ -16,7 +16,6 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import dlpack, weights
 from terrazzo.ops.products.direct import W8A8, W8A8_FP8
-from terrazzo.ops.products.planes import Size
 from terrazzo.ops.w4a8 import fp8_format
 from terrazzo.ops.weight.base import Packed, Plain
 
@@ -222,13 +221,13 @@ class PackedWeight(Packed, of=QuantizedWeight):
 
         if arch is not None:
             check_target(Target.parse(arch), weight.form)
-        shape = packed_shapes(weight.n, weight.k, weight.form, weight.block)[1]
+        rows = -(-weight.n // 64) * 64
         if weight.block:
-            scales = _of_groups(weight.scales)
-            scales = pad(scales.T, (0, shape[1] - len(scales), 0, shape[0] - scales.shape[1]))
+            scales = _of_groups(weight.scales).T
+            scales = pad(scales, (0, rows // ROW_GROUP - scales.shape[1]))
         else:
             sums = [] if weight.form == "e4m3" else [weight.codes.sum(1, dtype=torch.int32).float()]
-            scales = pad(torch.stack([weight.scales, *sums]), (0, shape[1] - weight.n))
+            scales = pad(torch.stack([weight.scales, *sums]), (0, rows - weight.n))
         words = layout_of().pack(weight.codes.view(torch.int8))
         return dict(words=words, scales=scales.contiguous(), codes=weight.form)
 
@@ -267,9 +266,9 @@ class PackedWeight(Packed, of=QuantizedWeight):
                 raise ArgumentError("words", "NaN", "its codes must be numbers", "the file is damaged: get it again")
 
     def _shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """See `Packed`."""
-        words, scales = packed_shapes(self.n, self.k, self.codes, self.block)
-        return {"words": (words, "int32"), "scales": (scales, "float32")}
+        """See `Packed`; of blocks also where there is one along K, as a shard may have."""
+        blocks = {"scales": ((-(-self.k // BLOCK), -(-self.n // 64) * 64 // ROW_GROUP), "float32")}
+        return super()._shapes() | (blocks if self.block else {})
 
     _summary = QuantizedWeight._summary
 
@@ -284,13 +283,6 @@ def layout_of() -> PackedLayout:
 def layout_identity(codes: str) -> str:
     """The bytes lie alike; what they mean is in front."""
     return f"{codes}:{layout_of().identity}"
-
-
-def packed_shapes(n: int, k: int, codes: str, block: bool) -> tuple[tuple[int, ...], ...]:
-    """Shapes of `words` and `scales` of a weight [n, k]."""
-    size = Size(n, k, k)
-    words, scales = PRODUCTS[codes].shapes(size).values()
-    return words, (size.units, size.rows // ROW_GROUP) if block else scales  # also of one block, which a shard may be
 
 
 def check_target(target: Target, codes: str) -> None:
