@@ -247,8 +247,9 @@ def kernel_arguments(made: QuantizedActivations | BlockQuantizedActivations) -> 
 
 
 def rounding_error(magnitudes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Most that rounding to float16 or bfloat16 takes values of these magnitudes away."""
+    """Most that rounding to `dtype` takes float32 values of these magnitudes away."""
     import torch
 
-    unit, subnormal = {torch.float16: (2.0**-11, 2.0**-25), torch.bfloat16: (2.0**-8, 2.0**-134)}[dtype]
+    units = {torch.float16: (2.0**-11, 2.0**-25), torch.bfloat16: (2.0**-8, 2.0**-134), torch.float32: (0.0, 0.0)}
+    unit, subnormal = units[dtype]
     return torch.clamp(unit * magnitudes, min=subnormal)

@@ -19,9 +19,10 @@ from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
 from terrazzo.ops.products.ways import get_way
+from terrazzo.ops.quantized import rounding_error
 from terrazzo.ops.weight_only.decoding import decode, per_column
 from terrazzo.ops.weight_only.integers import PackedWeight, QuantizedWeight
-from terrazzo.ops.weight_only.reference import STEP_K, STEP_UNITS, gemm, rounded
+from terrazzo.ops.weight_only.reference import STEP_K, STEP_UNITS, gemm
 from terrazzo.ops.weight_only.reference import forward as forward
 
 if TYPE_CHECKING:
@@ -104,4 +105,5 @@ def forward_error_bound(
     total = a @ magnitude.T
     bias = weight.bias if bias is None else bias
     total = total if bias is None else total + bias.double().abs()
-    return rounded(x, ref, 1.01 * (STEP_UNITS * steps + additions) * 2.0**-24 * total)
+    error = 1.01 * (STEP_UNITS * steps + additions) * 2.0**-24 * total
+    return error + rounding_error(ref.abs() + error, x.dtype)

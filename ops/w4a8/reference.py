@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
+from terrazzo.ops.quantized import rounding_error
 from terrazzo.ops.w4a8.format import PackedWeight, QuantizedWeight, unit_layout
 from terrazzo.ops.weight.base import Canonical, Packed
 
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
 DEQUANTIZATIONS = ("auto", "xor", "unsigned")
 OUT_DTYPES = ("float16", "bfloat16", "int32")
-UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
-_HALF_SUBNORMAL = {"float16": 2.0**-25, "bfloat16": 2.0**-134}
 _U = 2.0**-24
 TINY = 2.0**-119
 """Activations up to here count as 0: the float32 of 127 / max would be infinite."""
@@ -132,9 +131,6 @@ def forward_error_bound(ref: torch.Tensor, dtype: torch.dtype, bias: torch.Tenso
     The sum is exact. Its conversion to float32, the products with both scales and the sum with the bias round once
     each: at most 3 u |ref - bias| + u (|ref| + what these left), u = 2^-24; then the result is rounded to `dtype`.
     """
-    import torch
-
-    name = str(dtype).removeprefix("torch.")
     product = (ref if bias is None else ref - bias.double()).abs()
     error = 1.01 * _U * (3 * product + ref.abs()) + 2.0**-125  # the last for products of subnormal float32
-    return error + torch.clamp(UNIT_ROUNDOFF[name] * (ref.abs() + error), min=_HALF_SUBNORMAL[name])
+    return error + rounding_error(ref.abs() + error, dtype)

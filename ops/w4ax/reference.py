@@ -22,15 +22,14 @@ from typing import TYPE_CHECKING
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
 from terrazzo.ops.linear.mixed.scales import GRANULARITIES, LARGEST_FACTOR, TINY, UNIFORM, UNITS
+from terrazzo.ops.quantized import rounding_error
 from terrazzo.ops.w4ax.fmpq import BLOCK
-from terrazzo.ops.w4ax.format import PackedWeight, QuantizedWeight, spans, unit_layout
+from terrazzo.ops.w4ax.format import PackedWeight, QuantizedWeight
 
 if TYPE_CHECKING:
     import torch
 
 QMAX = {4: 7.0, 8: 127.0}
-UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 0.0}
-_HALF_SUBNORMAL = {"float16": 2.0**-25, "bfloat16": 2.0**-134, "float32": 0.0}
 _U = 2.0**-24
 
 
@@ -197,7 +196,6 @@ def forward_error_bound(
 
     if isinstance(weight, PackedWeight):
         weight = weight.unpack()
-    name = str(dtype).removeprefix("torch.")
     terms = torch.zeros(q.shape[0], weight.n, dtype=torch.float64, device=q.device)
     for b in range(weight.blocks):
         part = slice(b * BLOCK, (b + 1) * BLOCK)
@@ -205,7 +203,7 @@ def forward_error_bound(
         terms += sums.abs() * scales[:, b, None].double() * weight.scales[:, b].double()
     ref = gemm(q, scales, weight, bias)
     error = 1.01 * _U * ((2 * weight.blocks + 2) * terms + ref.abs()) + 2.0**-125
-    return error + torch.clamp(UNIT_ROUNDOFF[name] * (ref.abs() + error), min=_HALF_SUBNORMAL[name])
+    return error + rounding_error(ref.abs() + error, dtype)
 
 
 def operand_packed(weight: PackedWeight) -> torch.Tensor:
@@ -219,10 +217,8 @@ def operand_packed(weight: PackedWeight) -> torch.Tensor:
     from terrazzo.layouts.emulate import operand_tiles, operand_w4a8
 
     parts, rows = [], weight.words.shape[1] * 64
-    for bits, span in spans(weight.blocks, weight.blocks8, weight.native):
-        unit = unit_layout(bits)
-        words = weight.words[span].cpu()
-        words = words.reshape(words.shape[0], rows // unit.block.block_rows, -1).numpy()
+    for bits, unit, held in weight._units():
+        words = held.cpu().numpy()
         codes, records = unit.split(words)
         if weight.two_level and not weight.native:
             parts.append(torch.from_numpy(operand_w4a8(words, unit, "signed").astype(np.float64)))

@@ -9,14 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from terrazzo.ops.products.ways import choose_way
+from terrazzo.ops.quantized import rounding_error
 
 if TYPE_CHECKING:
     import torch
     from terrazzo.ops.weight_only.format import QuantizedWeight
     from terrazzo.ops.weight_only.packed import WeightOnly
 
-UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
-_HALF_SUBNORMAL = {"float16": 2.0**-25, "bfloat16": 2.0**-134}
 STEP_K, STEP_UNITS = 16, 20
 
 
@@ -72,12 +71,5 @@ def forward_error_bound(
     scaled = numerics == "post" and groups > 1
     steps = -(-(weight.group_size if scaled else k) // STEP_K)
     additions = splits + 2 + (2 * groups if scaled else 0)
-    return rounded(x, ref, 1.01 * (STEP_UNITS * steps + additions) * 2.0**-24 * total)
-
-
-def rounded(x: torch.Tensor, ref: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
-    """The bound of a result in x's dtype whose float32 value is within `error` of `ref`."""
-    import torch
-
-    name = str(x.dtype).removeprefix("torch.")
-    return error + torch.clamp(UNIT_ROUNDOFF[name] * (ref.abs() + error), min=_HALF_SUBNORMAL[name])
+    error = 1.01 * (STEP_UNITS * steps + additions) * 2.0**-24 * total
+    return error + rounding_error(ref.abs() + error, x.dtype)
