@@ -101,16 +101,16 @@ register(
     )
 )
 
-IDENTITIES = {
-    "f16": ("float16", 16),
-    "bf16": ("bfloat16", 16),
-    "s8": ("int8", 8),
-    "u8": ("uint8", 8),
-    "e4m3": ("float8_e4m3", 8),
-    "s4": ("int4", 4),
-    "u4": ("uint4", 4),
-}
-for _short, (_operand, _bits) in IDENTITIES.items():
-    register(
-        Converter(f"{_short}_{_short}", _short, _operand, _bits, _bits, lambda w: [w], "out[0] = w;", instructions=0)
-    )
+
+def _identity(short: str, operand: str, bits: int) -> None:
+    """Operands as they are."""
+    register(Converter(f"{short}_{short}", short, operand, bits, bits, lambda w: [w], "out[0] = w;", instructions=0))
+
+
+_identity("f16", "float16", 16)
+_identity("bf16", "bfloat16", 16)
+_identity("s8", "int8", 8)
+_identity("u8", "uint8", 8)
+_identity("e4m3", "float8_e4m3", 8)
+_identity("s4", "int4", 4)
+_identity("u4", "uint4", 4)

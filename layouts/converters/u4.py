@@ -71,7 +71,7 @@ _bf16("u4_bf16_biased", _bf16_biased, _bf16_biased_text(), instructions=7, bias=
 for _storage, _flip in SIGNED.items():
     _sub16 = [arith.pair(arith.half(F16_BIAS[o % 2] + _flip)) for o in range(4)]
     _subb = arith.pair(arith.brain(BF16_BIAS + _flip))
-    _suffix = "_magic" if _storage == "u4" else ""
+    _suffix = "" if _flip else "_magic"
     _f16(
         f"{_storage}_f16{_suffix}",
         lambda w, flip=_flip, subs=_sub16: [arith.hsub2(x, s) for x, s in zip(_f16_biased(w, flip), subs)],

@@ -29,14 +29,28 @@ CLIP_STEPS = 48
 CLIPS = tuple(range(CLIP_STEPS, CLIP_STEPS // 2 - 1, -3))
 """Halves of the ranges that a clipped format chooses from, 1 to 1/2 of the whole; the inner codes lie at a third."""
 
-_CONVERTERS = {
-    "f16": "f16_f16",
-    "bf16": "bf16_bf16",
-    "u8": "u8_f16_subnormal",
-    "u4": "u4_f16_subnormal",
-    "u2": "u2_f16_separable",
-    "e4m3": "e4m3_f16_moved",
-}
+
+@dataclass(frozen=True)
+class Storage:
+    """Codes of stored values.
+
+    Attributes:
+        name: the converters' name of a code. converter: to tensor-core operands, whose powers of two kernels fold into
+            scales. exact: one whose registers hold the codes themselves.
+    """
+
+    name: str
+    converter: str
+    exact: str
+
+
+F16 = Storage("f16", "f16_f16", "f16_f16")
+BF16 = Storage("bf16", "bf16_bf16", "bf16_bf16")
+U8 = Storage("u8", "u8_f16_subnormal", "u8_f16")
+U4 = Storage("u4", "u4_f16_subnormal", "u4_f16_magic")
+U2 = Storage("u2", "u2_f16_separable", "u2_f16_magic")
+E4M3 = Storage("e4m3", "e4m3_f16_moved", "e4m3_f16")
+STORAGES = {one.name: one for one in (F16, BF16, U8, U4, U2, E4M3)}
 
 
 @dataclass(frozen=True)
@@ -75,7 +89,7 @@ class KVFormat:
     @property
     def converter(self) -> Converter:
         """Storage word to tensor-core operand; its powers of two are folded into scales by the kernels."""
-        return get_converter(_CONVERTERS[self.storage])
+        return get_converter(STORAGES[self.storage].converter)
 
     @property
     def bits(self) -> int:
@@ -116,22 +130,22 @@ def _channel(bits: int) -> tuple[KVFormat, ...]:
 FORMATS: dict[str, KVFormat] = {
     f.name: f
     for f in (
-        KVFormat("float16", "f16", "none"),
-        KVFormat("bfloat16", "bf16", "none"),
-        KVFormat("int8", "u8", "token", source="TurboMind"),
-        KVFormat("int4", "u4", "token", source="TurboMind; BitDecoding KT, KIVI values"),
-        KVFormat("int2", "u2", "token", source="BitDecoding KT, KIVI values"),
-        KVFormat("int4_hadamard", "u4", "token", source="QuaRot", rotation="hadamard"),
-        KVFormat("int2_hadamard", "u2", "token", source="QuaRot", rotation="hadamard", clip="mse"),
+        KVFormat("float16", F16.name, "none"),
+        KVFormat("bfloat16", BF16.name, "none"),
+        KVFormat("int8", U8.name, "token", source="TurboMind"),
+        KVFormat("int4", U4.name, "token", source="TurboMind; BitDecoding KT, KIVI values"),
+        KVFormat("int2", U2.name, "token", source="BitDecoding KT, KIVI values"),
+        KVFormat("int4_hadamard", U4.name, "token", source="QuaRot", rotation="hadamard"),
+        KVFormat("int2_hadamard", U2.name, "token", source="QuaRot", rotation="hadamard", clip="mse"),
         *_channel(4),
         *_channel(2),
-        KVFormat("int8_static", "u8", "static", bias=-128, source="LiquidServe"),
-        KVFormat("fp8", "e4m3", "static", source="e4m3, one scale for each head and dimension"),
+        KVFormat("int8_static", U8.name, "static", bias=-128, source="LiquidServe"),
+        KVFormat("fp8", E4M3.name, "static", source="e4m3, one scale for each head and dimension"),
     )
 }
 """Name -> how keys or values are stored; `terrazzo ops --op attention` lists them."""
 
-OF_NEW_TOKENS = KVFormat("float16_hadamard", "f16", "none", rotation="hadamard")
+OF_NEW_TOKENS = KVFormat("float16_hadamard", F16.name, "none", rotation="hadamard")
 """Unquantized new tokens that join a rotated cache in prefill; no cache is stored like this."""
 
 

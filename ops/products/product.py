@@ -56,6 +56,9 @@ class Product:
         on_request: whether no checkpoint means it by itself.
         calibration: what its quantizer takes from a text: "importance" of channels for the search of ranges, with it a
             "smooth" vector or a "plan" of blocks; "" for nothing.
+        named: whether parameters of its kernels name the codes; those of some are older than that parameter.
+        shaped: warpgroups whose tiles of more than 16 tokens have kernels for one [n, k], as smaller tiles have; None:
+            all.
         ran: architecture -> status in the registry; "compiled" of others that have a program.
         wheel: why published wheels lack its kernels, "" where they have them.
     """
@@ -75,6 +78,8 @@ class Product:
     stated: tuple[str, ...] = ("",)
     on_request: bool = False
     calibration: str = ""
+    named: bool = True
+    shaped: tuple[int, ...] | None = None
     ran: Mapping[str, str] = field(default_factory=dict, hash=False)
     wheel: str = ""
 

@@ -22,6 +22,8 @@ W4A16 = Product(
     version="terrazzo.w4a16/1",
     conventions={"awq": 4, "gptq": 4, "compressed_tensors": 4},
     calibration="importance",
+    named=False,
+    shaped=(),
     ran=EVERYWHERE,
 )
 MXFP4 = Product(
@@ -74,5 +76,6 @@ FP8 = Product(
     facts=_FLOATS,
     version="terrazzo.weight_only/1",
     conventions={"fp8": 8},
+    shaped=(3,),  # took 1 %, up to 8 %, others 4 % at most (H100)
     ran=EVERYWHERE,
 )

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
+from terrazzo.ops.products.converted import W4A8
+from terrazzo.ops.products.mixed import W4AX
 from terrazzo.ops.w4ax import reference
 from terrazzo.ops.w4ax.fmpq import BLOCK, ActivationStatistics, BlockPlan, plan_blocks
 from terrazzo.ops.w4ax.quantizer import quantize_weight
@@ -51,7 +53,7 @@ class FmpqReport:
             f"outliers      {self.outliers} above {self.threshold:.4g}, in {self.touched} blocks before permutation",
             f"INT8 blocks   {self.blocks8} ({1 - self.macs4:.1%}), so W4A4 multiply-adds {self.macs4:.1%}",
         ]
-        names = {"w4": "W4, float x", "w4a8": "all W4A8", "w4ax": "W4Ax", "w4a4": "all W4A4"}
+        names = {"w4": "W4, float x", W4A8.word: "all W4A8", W4AX.word: "W4Ax", "w4a4": "all W4A4"}
         lines += [f"error         {names[name]:<12} {self.errors[name]:.5f}" for name in names if name in self.errors]
         return "\n".join(lines)
 
@@ -107,7 +109,8 @@ def report(
     x = weights.spread_rows(weights.as_tokens(x, weight), _MOST_TOKENS)
     wanted = x.double() @ weight.double().T
     norm = float(wanted.norm()) or 1.0
-    plans = {"w4a4": plan_blocks(statistics, ratio=0.0), "w4ax": plan, "w4a8": plan_blocks(statistics, ratio=1.0)}
+    both = plan_blocks(statistics, ratio=0.0), plan_blocks(statistics, ratio=1.0)
+    plans = {"w4a4": both[0], W4AX.word: plan, W4A8.word: both[1]}
     errors = {}
     for name, each in plans.items():
         w = quantize_weight(weight, each, **quantizer)

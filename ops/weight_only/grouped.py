@@ -50,7 +50,7 @@ def plan(
     facts = tuning_facts(n, k, experts, group_size, symmetric, scale_dtype, dtype, numerics, weight)
     name, s = spaces.choose(space, f"{of_codes(form).record}_grouped", facts, target, m, device)
     common = dict(n=n, k=k8, group=group, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype, bias=bias)
-    common |= {} if weight == "u4" else {"weight": weight}
+    common |= {"weight": weight} if of_codes(form).named else {}
     params = common | s.params() | {"numerics": numerics, "experts": experts}
     program = multistage_program if name == "multistage" else stream_k_program
     facts = (f"{program.__name__}:build", tuple(params.items()), target, program.PASS_CONFIGS)

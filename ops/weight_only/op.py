@@ -32,16 +32,12 @@ if TYPE_CHECKING:
 _SHAPED = 16
 """Tokens of a tile of stream_k whose kernels keep their shape: without one they took 2 %, up to 5 % (H100). Those
 without a shape stand in until they are compiled."""
-_SHAPED_WARPGROUPS = {"u4": (), "fp8": (3,)}
-"""Formats whose kernels of more tokens have no shape, but for tiles of so many warpgroups: three of FP8 took 1 %, up to
-8 %, others 4 % at most."""
 
 
 def has_shape(weight: str, schedule: stream_k.StreamK) -> bool:
     """Whether stream_k's kernel for a format and a schedule is made for one [n, k]."""
-    if weight not in _SHAPED_WARPGROUPS or schedule.block_tokens <= _SHAPED:
-        return True
-    return schedule.warpgroups in _SHAPED_WARPGROUPS[weight]
+    shaped = of_codes(weight).shaped
+    return shaped is None or schedule.block_tokens <= _SHAPED or schedule.warpgroups in shaped
 
 
 @lru_cache(maxsize=1024)
@@ -65,7 +61,7 @@ def plan(
     group = group_of(group_size, k, weight)
     k8 = -(-k // 8) * 8  # x rows must be multiples of 16 bytes
     common = dict(n=n, k=k8, group=group, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype, bias=bias)
-    common |= {} if weight == "u4" else {"weight": weight}  # requests of u4 are older than the argument
+    common |= {"weight": weight} if of_codes(form).named else {}
     chosen_numerics = lambda few: choose_way(form, scale_dtype, dtype, few).name if numerics == "auto" else numerics
     operand = Operand(group, symmetric, scale_dtype, dtype, chosen_numerics(False), weight)
     problem = problem_of(operand, n, k8)

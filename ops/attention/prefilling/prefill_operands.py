@@ -12,10 +12,8 @@ from terrazzo.lowering.errors import LayoutError
 from terrazzo.ops.attention.cache.layout import CacheLayout
 from terrazzo.ops.attention.device.calls import at32, byte_perm, hfma2, load_words
 from terrazzo.ops.attention.device.tile_macros import each
-from terrazzo.ops.formats.kv import KVFormat
+from terrazzo.ops.formats.kv import STORAGES, KVFormat
 from terrazzo.ops.tiles.calls import mma_kind, pack2
-
-_EXACT = {"u8": "u8_f16", "u4": "u4_f16_magic", "u2": "u2_f16_magic", "e4m3": "e4m3_f16"}
 
 
 def exact_converter(fmt: KVFormat):
@@ -24,7 +22,7 @@ def exact_converter(fmt: KVFormat):
     Raises:
         LayoutError: it reads the fields in another order than the packed layout has them.
     """
-    found = get_converter(_EXACT[fmt.storage]) if fmt.storage in _EXACT else fmt.converter
+    found = get_converter(STORAGES[fmt.storage].exact)
     if found.pos_map != fmt.converter.pos_map or any(found.scale_exp2) or any(found.bias):
         raise LayoutError("converter", found.name, f"does not read {fmt.name} as it is packed", "use another")
     return found
