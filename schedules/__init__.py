@@ -6,12 +6,7 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering import lazy
 
-__all__ = [
-    "MODELS",
-    "Decode",
-    "Prefill",
-    "WarpgroupDecode",
-]
+__all__ = ["MODELS", "Decode", "Prefill", "WarpgroupDecode"]
 
 if TYPE_CHECKING:
     from terrazzo.schedules.attention import Decode, WarpgroupDecode
@@ -19,10 +14,5 @@ if TYPE_CHECKING:
     from terrazzo.schedules.models import MODELS
 else:
     __getattr__, __dir__ = lazy.attach(
-        __name__,
-        {
-            "attention": "Decode WarpgroupDecode",
-            "attention_prefill": "Prefill",
-            "models": "MODELS",
-        },
+        __name__, {"attention": "Decode WarpgroupDecode", "attention_prefill": "Prefill", "models": "MODELS"}
     )

@@ -7,14 +7,7 @@ import math
 from typing import NamedTuple
 
 from terrazzo.lowering.targets import Target
-from terrazzo.schedules.attention import (
-    Decode,
-    DecodeProblem,
-    Division,
-    WarpgroupDecode,
-    clusters_at_once,
-    tail_us,
-)
+from terrazzo.schedules.attention import Decode, DecodeProblem, Division, WarpgroupDecode, clusters_at_once, tail_us
 
 _LAUNCH_US = 1.85  # start, rows, end
 _FIRST_US = 0.60  # the first stage, and any that is waited for

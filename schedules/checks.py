@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
 
 from terrazzo.lowering.errors import ArgumentError
 
 _TYPES = {"int": int, "bool": bool, "str": str}
 
 
-def check_fields(schedule: Any, *kinds: type) -> None:
+def check_fields(schedule: object, *kinds: type) -> None:
     """Raise ArgumentError unless it is None or an object of one of the dataclasses, whose fields have their own types:
     plans are kept by equal arguments, and 2 == 2.0, 1 == True."""
     if schedule is None:

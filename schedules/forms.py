@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from terrazzo.schedules import tile_costs
 
 if TYPE_CHECKING:
     from terrazzo.schedules.problem import Gemm
+    from terrazzo.schedules.small_batch import SmallBatch
+    from terrazzo.schedules.stream_k import StreamK
 
 _TILE = ("block_tokens", "warpgroups", "row_blocks", "stages", "raster", "cluster")
 WIDTHS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
@@ -58,11 +60,11 @@ class Form:
 
     program: str
     fields: tuple[str, ...]
-    sums: Callable[[Any], int]
-    crowded: Callable[[Any], str]
-    parts: Callable[[Any], bool]
-    warpgroup_bytes: Callable[[Any, Gemm], int]
-    small_own: Callable[[Any, Gemm], int]
+    sums: Callable[[StreamK], int]
+    crowded: Callable[[StreamK], str]
+    parts: Callable[[StreamK], bool]
+    warpgroup_bytes: Callable[[StreamK, Gemm], int]
+    small_own: Callable[[SmallBatch, Gemm], int]
     widths: tuple[int, ...] = WIDTHS
     token_bytes: int = 0
     flags: int = 4
@@ -83,17 +85,17 @@ class Form:
         return "per_sm" in self.fields
 
 
-def _tile_sums(s: Any) -> int:
+def _tile_sums(s: StreamK) -> int:
     return s.row_blocks * s.block_tokens // 2
 
 
-def _staged(s: Any, problem: Gemm, tokens: int = 32) -> int:
+def _staged(s: StreamK, problem: Gemm, tokens: int = 32) -> int:
     """Bytes in which the four warps of a warpgroup stage the rows of y."""
     return 4 * min(s.block_tokens, tokens) * OUT_PITCH[problem.out_bytes]
 
 
-def _crowded_16_bit(scaled: bool) -> Callable[[Any], str]:
-    def crowded(s: Any) -> str:
+def _crowded_16_bit(scaled: bool) -> Callable[[StreamK], str]:
+    def crowded(s: StreamK) -> str:
         sums = _tile_sums(s) * (2 if scaled else 1)
         most = _SUMS.get((s.warpgroups, s.per_sm), 64 if s.warpgroups == 1 and s.cluster > 1 else 0)
         if (s.warpgroups, s.row_blocks, s.per_sm, s.stage_k) == (4, 1, 1, 64) and not scaled:
@@ -107,28 +109,28 @@ def _crowded_16_bit(scaled: bool) -> Callable[[Any], str]:
     return crowded
 
 
-def _said(s: Any) -> str:
+def _said(s: StreamK) -> str:
     return f"{s.warpgroups} warpgroups with {s.sums} sums of a thread do not fit the registers"
 
 
-def _crowded_bytes(s: Any) -> str:
+def _crowded_bytes(s: StreamK) -> str:
     """Accumulators leave room for two sets of operands (two row blocks need more addresses)."""
     tall = s.warpgroups == 4 and s.row_blocks > 1
     return "" if s.sums <= _BYTE_SUMS.get(s.warpgroups, 0) // (1 + tall) else _said(s)
 
 
-def _crowded_e4m3(s: Any) -> str:
+def _crowded_e4m3(s: StreamK) -> str:
     """As of other bytes; and more than 128 tokens, whose ring is not unrolled, in two warpgroups of one row block."""
     if s.block_tokens > AT_ONCE and s.block_tokens <= 2 * AT_ONCE and s.row_blocks == 1:
         return "" if s.warpgroups == 2 else _said(s)
     return _crowded_bytes(s)
 
 
-def _crowded_direct(s: Any) -> str:
+def _crowded_direct(s: StreamK) -> str:
     return "" if s.sums <= _DIRECT_SUMS.get(s.warpgroups, 0) else _said(s)
 
 
-def held(s: Any) -> str:
+def held(s: StreamK) -> str:
     """How a thread holds s32 sums of a block beside the f32 ones of the tile, by the registers of so many warpgroups.
 
     "blocks": two sets, which alternate. "kept": one, and a copy that is scaled while wgmmas run. "whole": one.
@@ -142,44 +144,44 @@ def held(s: Any) -> str:
     return "blocks" if narrow and not s.turns else "kept"
 
 
-def _block_sums(s: Any) -> int:
+def _block_sums(s: StreamK) -> int:
     """f32 of the tile, s32, their copy."""
     return {"blocks": 6, "kept": 6, "whole": 4, "halves": 3}[held(s)] * s.block_tokens // 4
 
 
-def _crowded_blocks(s: Any) -> str:
+def _crowded_blocks(s: StreamK) -> str:
     alone = s.turns and s.warpgroups < 2
     fits = s.turns in (0, 1) and not alone and s.sums <= _BLOCK_SUMS.get(s.warpgroups, 0)
     return "" if fits else f"{_said(s)}, or have no turns"
 
 
-def stashes(s: Any) -> bool:
+def stashes(s: StreamK) -> bool:
     """Whether f32 sums of the INT4 blocks wait in shared memory: no registers beside the s32 sums of INT8."""
     return s.block_tokens > _BYTE_SUMS.get(s.warpgroups, 0)
 
 
-def _crowded_precisions(s: Any) -> str:
+def _crowded_precisions(s: StreamK) -> str:
     most = (_STASHED_SUMS if stashes(s) else _BYTE_SUMS).get(s.warpgroups, 0)
     return "" if s.block_tokens % 16 == 0 and 16 <= s.block_tokens and s.sums <= most else _said(s)
 
 
-def _precision_bytes(s: Any, problem: Gemm) -> int:
+def _precision_bytes(s: StreamK, problem: Gemm) -> int:
     """Staged rows, the scales of the tokens, and where both precisions are in a tile the sums of one."""
     own = _staged(s, problem, 16 if stashes(s) else 32) + max(s.block_tokens, 32) * 4
     return own + (s.block_tokens * 256 if stashes(s) and 0 < problem.blocks8 < problem.units else 0)
 
 
-def _byte_parts(s: Any) -> bool:
+def _byte_parts(s: StreamK) -> bool:
     """Two row blocks with that many sums would spill."""
     return tile_costs.parts_sums(s.warpgroups, s.sums) and (s.row_blocks == 1 or s.sums < 64)
 
 
-def _row_scales(s: Any, problem: Gemm) -> int:
+def _row_scales(s: SmallBatch, problem: Gemm) -> int:
     """Scales of rows, those of a whole last chunk too, and of tokens, and sums of tokens."""
     return 4 * (-(-problem.row_tiles // s.nc) + s.chunk) * 16 + 64 * s.token_tiles
 
 
-def _block_scales(s: Any, problem: Gemm) -> int:
+def _block_scales(s: SmallBatch, problem: Gemm) -> int:
     """Scales of tokens and blocks, and with two levels of rows."""
     rows = (-(-problem.row_tiles // s.nc) + s.chunk) * 16 if problem.two_level else 0
     return 4 * rows + -(-problem.units // s.kc) * s.token_tiles * 32
@@ -205,7 +207,7 @@ def _16_bit(scaled: bool) -> Form:
     )
 
 
-def _bytes(sums: Callable[[Any], int], crowded: Callable[[Any], str]) -> Form:
+def _bytes(sums: Callable[[StreamK], int], crowded: Callable[[StreamK], str]) -> Form:
     return Form(
         program="stream_k",
         fields=_TILE,
@@ -234,6 +236,28 @@ def _direct(settles: bool, token_bytes: int = 0, widths: tuple[int, ...] = WIDTH
     )
 
 
+def _mixed(
+    program: str, sums: Callable[[StreamK], int], crowded: Callable[[StreamK], str],
+    warpgroup_bytes: Callable[[StreamK, Gemm], int], more: tuple[str, ...] = (), token_bytes: int = 0,
+) -> Form:  # fmt: skip
+    """Of W4Ax; `more`: fields of its program."""
+    return Form(
+        program=program,
+        fields=("block_tokens", "warpgroups", "stages", "raster", *more),
+        sums=sums,
+        crowded=crowded,
+        parts=lambda s: False,
+        warpgroup_bytes=warpgroup_bytes,
+        small_own=_block_scales,
+        widths=NARROW_WIDTHS,
+        token_bytes=token_bytes,
+        flags=1,
+        ring_k=1536,
+        step_k=0,
+        small_pairs=False,  # not measured
+    )
+
+
 FORMS: Mapping[str, Form] = {
     "f16 fold": _16_bit(scaled=False),
     "f16 post": _16_bit(scaled=True),
@@ -245,34 +269,9 @@ FORMS: Mapping[str, Form] = {
     "e4m3 fast": _direct(settles=False),
     "e4m3 promoted": _direct(settles=True),
     "e4m3 block": _direct(settles=True, token_bytes=4, widths=WIDTHS[:-2]),  # wider ones spill
-    "s4_s8 block": Form(
-        program="stream_k",
-        fields=("block_tokens", "warpgroups", "stages", "raster", "turns"),
-        sums=_block_sums,
-        crowded=_crowded_blocks,
-        parts=lambda s: False,
-        warpgroup_bytes=_staged,
-        small_own=_block_scales,
-        widths=NARROW_WIDTHS,
-        token_bytes=4,
-        flags=1,
-        ring_k=1536,
-        step_k=0,
-        small_pairs=False,  # not measured
-    ),
-    "s4_s8 integer": Form(
-        program="integer",
-        fields=("block_tokens", "warpgroups", "stages", "raster"),
-        sums=lambda s: s.block_tokens // 2 if stashes(s) else s.block_tokens,
-        crowded=_crowded_precisions,
-        parts=lambda s: False,
-        warpgroup_bytes=_precision_bytes,
-        small_own=_block_scales,
-        widths=NARROW_WIDTHS,
-        flags=1,
-        ring_k=1536,
-        step_k=0,
-        small_pairs=False,
+    "s4_s8 block": _mixed("stream_k", _block_sums, _crowded_blocks, _staged, ("turns",), token_bytes=4),
+    "s4_s8 integer": _mixed(
+        "integer", lambda s: s.block_tokens // (1 + stashes(s)), _crowded_precisions, _precision_bytes
     ),
 }
 

@@ -120,7 +120,7 @@ class Architecture:
         )
 
 
-def _is_model(part: Any) -> bool:
+def _is_model(part: object) -> bool:
     return isinstance(part, Mapping) and "hidden_size" in part
 
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
+from terrazzo.schedules.rows import MAX_WARPS, RESIDENT, SMALL_ROWS, VECTOR, Held
 
-VECTOR = 8  # values of one 16-byte load
-MAX_WARPS = 32
 MAX_VECTORS = 8
 LARGEST_K = MAX_WARPS * 32 * MAX_VECTORS * VECTOR
 _VECTORS = 4  # loads in flight for each thread where rows are many: enough bytes, few registers
 _SHORT_VECTORS = 2  # the same for rows of up to 8192 without gains, on all threads that an SM can hold
-_SMALL_ROWS = 4  # rows of a CTA where a warp holds a whole one
-_RESIDENT = 1024  # threads of an SM that have 64 registers each
 _RESIDENT_SHORT = 2048  # 32 each
 _SHORT_K = 8192
 _EARLY_K = 2048  # such rows are too few bytes to hide the time that gains take behind them: 9 to 29 % (RMSNorm)
@@ -24,29 +21,16 @@ _SHARES_SHORT, _SHARES, _SHARES_EARLY, _SHARES_GAIN, _SHARES_LONG_GAIN = (8, 8),
 
 
 @dataclass(frozen=True)
-class QuantizeRows:
-    """`rows` rows of `warps` warps in a CTA; a thread holds `vectors` vectors of 8 values. rows > 1 needs warps = 1.
+class QuantizeRows(Held):
+    """Rows with gains.
 
     Attributes:
-        resident: threads that an SM is to hold; limits their registers.
-        ahead: sixteenths of their rows that CTAs of the first wave fetch into L2 before the kernel ahead has ended.
-        later: sixteenths of a row that are fetched into L2 a wave of CTAs before its turn.
         persistent: no more CTAs than fit at a time, each with many rows and its gains in registers.
         early: gains are read before the kernel ahead has ended, not behind the row.
     """
 
-    warps: int
-    rows: int
-    vectors: int
-    resident: int = _RESIDENT
-    ahead: int = 0
-    later: int = 0
     persistent: bool = False
     early: bool = False
-
-    def params(self) -> dict[str, int]:
-        """Arguments of the program's `build`."""
-        return asdict(self)
 
 
 def many(target: Target, m: int) -> bool:
@@ -67,11 +51,11 @@ def choose(k: int, target: Target, m: int, gain: bool = False) -> QuantizeRows:
     if not many(target, m):
         vectors = -(-total // (32 * MAX_WARPS))
         warps = -(-total // (32 * vectors))
-        return QuantizeRows(warps, 1, vectors, _resident(target, 32 * warps, vectors, gain, _RESIDENT))
+        return QuantizeRows(warps, 1, vectors, _resident(target, 32 * warps, vectors, gain, RESIDENT))
     pdl = target.supports("pdl")
     short = pdl and not gain and 32 * _VECTORS < total and k <= _SHORT_K
     if total <= 32 * _VECTORS:
-        warps, rows, vectors = 1, _SMALL_ROWS, -(-total // 32)
+        warps, rows, vectors = 1, SMALL_ROWS, -(-total // 32)
     else:
         vectors = _SHORT_VECTORS if short else max(_VECTORS, -(-total // (32 * 16)))
         vectors = vectors if vectors <= MAX_VECTORS else -(-total // (32 * MAX_WARPS))
@@ -81,9 +65,9 @@ def choose(k: int, target: Target, m: int, gain: bool = False) -> QuantizeRows:
         return _staying(total, _VECTORS)
     threads = 32 * warps * rows
     if short or gain:
-        most = (_RESIDENT_SHORT if short else _RESIDENT) // threads * threads
+        most = (_RESIDENT_SHORT if short else RESIDENT) // threads * threads
     else:
-        most = max(1, round(_RESIDENT / threads)) * threads
+        most = max(1, round(RESIDENT / threads)) * threads
     resident = _resident(target, threads, vectors, gain, most)
     if not pdl:
         return QuantizeRows(warps, rows, vectors, resident)

@@ -40,12 +40,12 @@ _SIZES = ("n", "k", "experts", "rows", "tokens", "head_dim")
 """Facts that are at least 1."""
 
 
-def is_time(value: Any) -> bool:
+def is_time(value: object) -> bool:
     """Whether a value from a file is a time in microseconds."""
     return is_number(value, *TIMES_US)
 
 
-def is_facts(value: Any) -> bool:
+def is_facts(value: object) -> bool:
     """Whether a value from a file is the facts of a problem: text, bools and integers by name."""
     return isinstance(value, dict) and all(
         is_text(name) and (type(it) is bool or is_text(it) or is_count(it, name in _SIZES))
@@ -53,7 +53,7 @@ def is_facts(value: Any) -> bool:
     )
 
 
-def is_schedule(value: Any) -> bool:
+def is_schedule(value: object) -> bool:
     """Whether a value from a file is the fields of a schedule: integers (and bools) by name."""
     return isinstance(value, dict) and all(
         is_text(name) and (type(it) is bool or is_count(it, -MOST)) for name, it in value.items()

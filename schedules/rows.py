@@ -14,32 +14,37 @@ MAX_COLUMNS = MAX_WARPS * 32 * MAX_VECTORS * VECTOR
 _SHORT_VECTORS, _LONG_VECTORS = 2, 4
 FEW, PARTS = 16, 8
 """Rows so few that eight CTAs for each fit the device at once, and those CTAs: a portable cluster."""
-_SMALL_ROWS = 4  # rows of a CTA where a warp holds a whole one
-_RESIDENT = 1024  # threads of an SM that have 64 registers each
+SMALL_ROWS = 4  # rows of a CTA where a warp holds a whole one
+RESIDENT = 1024  # threads of an SM that have 64 registers each
 
 
 @dataclass(frozen=True)
-class Rows:
+class Held:
     """`rows` rows of `warps` warps in a CTA; a thread holds `vectors` vectors of 8 values. rows > 1 needs warps = 1.
 
     Attributes:
         resident: threads that an SM is to hold; limits their registers.
         ahead: sixteenths of their rows that CTAs of the first wave fetch into L2 before the kernel ahead has ended.
         later: sixteenths of a row that are fetched into L2 a wave of CTAs before its turn.
-        parts: CTAs that share a row.
     """
 
     warps: int
     rows: int
     vectors: int
-    resident: int = _RESIDENT
+    resident: int = RESIDENT
     ahead: int = 0
     later: int = 0
-    parts: int = 1
 
     def params(self) -> dict[str, int]:
         """Arguments of a program's `build`."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Rows(Held):
+    """With `parts` CTAs that share a row."""
+
+    parts: int = 1
 
 
 def bucket(target: Target, m: int) -> int:
@@ -74,8 +79,8 @@ def choose(k: int, target: Target, m: int, parts: int = 1) -> Rows:
         warps = -(-total // (32 * vectors))
         return Rows(warps, 1, vectors, 32 * warps)
     if total <= 32 * _LONG_VECTORS:
-        return Rows(1, _SMALL_ROWS, -(-total // 32), _RESIDENT)
+        return Rows(1, SMALL_ROWS, -(-total // 32), RESIDENT)
     vectors = _SHORT_VECTORS if k <= 32 * 16 * _SHORT_VECTORS * VECTOR else _LONG_VECTORS
     warps = -(-total // (32 * vectors))
     shares = (8, 8) if target.supports("pdl") else (0, 0)
-    return Rows(warps, 1, vectors, max(1, _RESIDENT // (32 * warps)) * 32 * warps, *shares)
+    return Rows(warps, 1, vectors, max(1, RESIDENT // (32 * warps)) * 32 * warps, *shares)

@@ -81,11 +81,6 @@ class Timeline:
     makespan: float
     busy: tuple[float, ...]
 
-    @property
-    def utilization(self) -> float:
-        """Share of the SMs' time that is work."""
-        return sum(self.busy) / (self.makespan * len(self.busy)) if self.makespan else 1.0
-
 
 def items_of(tiles: int, precisions: Sequence[Hashable], longest: int | None = None) -> list[WorkItem]:
     """The items of `tiles` output tiles whose k unit i has precision precisions[i]; tile by tile, k ascending.
@@ -166,18 +161,6 @@ def simulate(plan: Plan, costs: Costs, *, barrier: float = 0.0, share: float = 0
             adding[head] += share * (len(pieces) - 1)
             done[head] = max(done[head], *(ends[sm] for sm in owners[1:]))
     return Timeline(max(end + more for end, more in zip(done, adding)), tuple(sum(held) for held in work))
-
-
-def lower_bound(items: Iterable[WorkItem], sms: int, costs: Costs) -> float:
-    """No assignment of whole items is faster: the mean load, or the largest item."""
-    each = [item.cost(costs) for item in items]
-    return max(sum(each) / sms, max(each, default=0.0))
-
-
-def lpt_bound(items: Iterable[WorkItem], sms: int, costs: Costs) -> float:
-    """`remap` is never slower: when the last SM takes its last item, all others are at least as busy (Graham)."""
-    each = [item.cost(costs) for item in items]
-    return sum(each) / sms + (1 - 1 / sms) * max(each, default=0.0)
 
 
 def block_costs(

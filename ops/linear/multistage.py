@@ -18,14 +18,12 @@ With experts, whose tokens lie one after the other, a token block belongs to one
 there may be tiles; each finds its expert by itself, and one past the last tile stores nothing.
 """
 
-from types import SimpleNamespace
-from typing import Any
-
 from terrazzo.ops.linear.operand import Operand
 from terrazzo.ops.linear.params import factor_macros, param_macros
 from terrazzo.ops.products.codes import BLOCK_ROWS, BLOCK_WORDS, TILE_WORDS
 from terrazzo.ops.tiles import mma_tiles
 from terrazzo.ops.tiles.calls import (
+    call,
     cp_async,
     cp_commit,
     cp_wait,
@@ -39,10 +37,11 @@ from terrazzo.ops.tiles.calls import (
     syncwarp,
     unpack,
 )
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.mma_tiles import Tile
 from terrazzo.ops.tiles.primitives import prelude
-from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
-from terrazzo.ops.tiles.scheduler import scalars
+from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, take
+from terrazzo.ops.tiles.types import Call, Macro, PrimFunc, Scalar, scalars
 
 UNIT_K = 128  # k extent of one unit of work: two ring stages
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
@@ -61,26 +60,19 @@ __device__ __forceinline__ bool tz_not_negative(int v) {
 """
 
 
-def shared_bytes(
-    op: Operand, *, block_tokens: int, warps: int, row_blocks: int, stages: int, token_warps: int = 1, kc: int = 1
-) -> int:
+def shared_bytes(op: Operand, shape: Tile) -> int:
     """Shared memory of a CTA, bytes."""
-    shape = Tile(block_tokens, warps, row_blocks, token_warps)
-    flag = 1024 if kc > 1 else 0  # one word, and the alignment of what follows
+    flag = 1024 if shape.kc > 1 else 0  # one word, and the alignment of what follows
     of_block = op.format.nbytes(BLOCK_ROWS, 64) + op.records_per(64) * op.group_bytes
-    return shape.x_bytes(stages) + stages * shape.blocks * of_block + flag
+    return shape.x_bytes + shape.stages * shape.blocks * of_block + flag
 
 
-def copy_macros(
-    op: Operand, shape: Tile, xs: SimpleNamespace, *, all_blocks: int, k: int, experts: int, end: Any
-) -> SimpleNamespace:
+def copy_macro(op: Operand, shape: Tile, issue_x: Macro, *, all_blocks: int, k: int, experts: int, end: Call) -> Macro:
     """Macro `issue`: the copies of a stage, of a weight of `all_blocks` row blocks of 64 and of X [M, k].
 
-    xs: of `mma_tiles.x_macros`. experts: whose matrices follow each other in W and P; 0: one matrix.
+    issue_x: of `mma_tiles.x_macros`. experts: whose matrices follow each other in W and P; 0: one matrix.
     end: function of `c` that tells the token behind the last one.
     """
-    import tilelang.language as T
-
     group, threads, blocks = op.group, shape.threads, shape.blocks
     rec, ir, parts = op.record_bytes, op.records_per(64), op.format.blocks(64)
     block_words, copies = parts * BLOCK_WORDS, rec // 16
@@ -96,7 +88,7 @@ def copy_macros(
     @T.macro
     def issue(X, W, P, Xs, Ws, Ps, c, kb, slot, params, tx):
         """Copies of the 64 k that start at 64 * kb; rows >= end and columns >= k of X become zero."""
-        xs.issue(X, Xs, copy_x, c.tokens[0], kb, slot, tx, end(c))
+        issue_x(X, Xs, copy_x, c.tokens[0], kb, slot, tx, end(c))
         for b in T.unroll(parts):
             for e in T.unroll(-(-blocks * 128 // threads)):
                 at = e * threads + tx
@@ -115,13 +107,11 @@ def copy_macros(
                         P[first(c, op.records(kp)) + record, block_at(c, at // copies % blocks), at % copies * 16],
                     )
 
-    return SimpleNamespace(issue=issue)
+    return issue
 
 
-def operand_macros(op: Operand, shape: Tile) -> SimpleNamespace:
+def operand_macros(op: Operand, shape: Tile) -> tuple[Macro, Macro, Macro, Macro]:
     """Macros `load_words`, `load_scales`, `load_operands` and `convert`: from a stage to operand registers."""
-    import tilelang.language as T
-
     fmt, cvt, words = op.format, op.scaling_converter, param_macros(op)
     rb, blocks, rec, sb = shape.row_blocks, shape.blocks, op.record_bytes, op.scale_bytes
     ig, parts, per_step = op.groups_per(64), fmt.blocks(64), fmt.step_words
@@ -182,13 +172,11 @@ def operand_macros(op: Operand, shape: Tile) -> SimpleNamespace:
                 *words.of_converter(cvt, v, m * 4),
             )  # fmt: skip
 
-    return SimpleNamespace(load_words=load_words, load_scales=load_scales, load_operands=load_operands, convert=convert)
+    return load_words, load_scales, load_operands, convert
 
 
-def sum_macros(op: Operand, shape: Tile) -> SimpleNamespace:
+def sum_macros(op: Operand, shape: Tile) -> tuple[Macro, Macro, Macro, Macro]:
     """Macros `clear`, `multiply` and `add_scaled` of a pair of token tiles, and `scale` of all sums."""
-    import tilelang.language as T
-
     rb, pairs, kind = shape.row_blocks, shape.pairs, mma_kind(op.dtype)
 
     @T.macro
@@ -219,16 +207,14 @@ def sum_macros(op: Operand, shape: Tile) -> SimpleNamespace:
         for i in T.unroll(shape.sums):
             acc[i] = acc[i] * s[i // (pairs * 8) * 2 + i % 4 // 2]
 
-    return SimpleNamespace(clear=clear, multiply=multiply, add_scaled=add_scaled, scale=scale)
+    return clear, multiply, add_scaled, scale
 
 
-def store_macros(op: Operand, shape: Tile, *, n: int, k_padded: int, bias: bool, experts: int) -> SimpleNamespace:
+def store_macro(op: Operand, shape: Tile, *, n: int, k_padded: int, bias: bool, experts: int) -> Macro:
     """Macro `store`: from sums to rows of Y [M, n]."""
-    import tilelang.language as T
-
     rb, pairs, blocks, pitch = shape.row_blocks, shape.pairs, shape.blocks, shape.out_pitch
     fmt, bf16 = op.format, op.dtype == "bfloat16"
-    factors, out = factor_macros(op, n, k_padded), mma_tiles.out_macros(shape, n=n, vec=1)
+    factors, (stage_out, write) = factor_macros(op, n, k_padded), mma_tiles.out_macros(shape, n=n, vec=1)
     first = lambda c, count: c.expert[0] * count if experts else 0
 
     @T.macro
@@ -255,34 +241,14 @@ def store_macros(op: Operand, shape: Tile, *, n: int, k_padded: int, bias: bool,
                 for i in T.unroll(4):
                     at = (m * pairs + p) * 8 + i * 2
                     o[0] = pack2(acc[at], acc[at + 1], bf16=bf16)
-                    out.stage(Xs, o, stage, m, i, lane)
+                    stage_out(Xs, o, stage, m, i, lane)
             syncwarp()
-            out.write(Y, Xs, stage, c.tokens[0] + column * shape.tokens + p * 16, row0, M, lane)
+            write(Y, Xs, stage, c.tokens[0] + column * shape.tokens + p * 16, row0, M, lane)
 
-    return SimpleNamespace(store=store)
+    return store
 
 
-def build(
-    target,
-    *,
-    n: int,
-    k: int,
-    group: int,
-    symmetric: bool,
-    scale_dtype: str,
-    dtype: str,
-    numerics: str,
-    bias: bool,
-    block_tokens: int,
-    warps: int,
-    row_blocks: int = 2,
-    stages: int = 4,
-    token_warps: int = 1,
-    kc: int = 1,
-    raster: int = 8,
-    experts: int = 0,
-    weight: str = "u4",
-):
+def build(target, *, n: int, k: int, bias: bool, experts: int = 0, **params: Scalar):
     """The prim_func `main(X, W, P, B, WS, SEM, Y)` for any M; with E = `experts`, int32 [E + 1] comes last.
 
     Shapes: X [M, k] and Y [M, n] in `dtype`; W int32 [Kp/KB, Np/64, 512], blocks of KB k of the format `weight`; P
@@ -298,45 +264,37 @@ def build(
 
     Args:
         target: a Target whose shared memory the ring must fit in, or None.
-        block_tokens: tokens of a CTA; each of its `token_warps` warp columns takes an equal multiple of 16.
-        warps: warps of a CTA. warps / token_warps * row_blocks is a multiple of 4: a CTA owns whole blocks of 64 rows.
-        row_blocks: row tiles of 16 of a warp.
-        stages: ring stages of 64 k, at least 2.
-        kc: CTAs that share the k of a tile, at most ceil(k / 128).
-        raster: token blocks that walk over the rows together, so that both operands stay in L2.
+        params: of `Operand` and `Tile`.
 
     Raises:
         ArgumentError: a format or a configuration outside these limits, or one that needs more than 255 registers.
     """
-    op = Operand(group, symmetric, scale_dtype, dtype, numerics, weight)
-    units = -(-k // UNIT_K)
-    grouped = op.scales_sums and group > 0  # otherwise MMAs add straight to the result
-    config = dict(block_tokens=block_tokens, warps=warps, row_blocks=row_blocks, token_warps=token_warps)
-    shape, need = Tile(**config), shared_bytes(op, **config, stages=stages, kc=kc)
-    shape.check(stages=stages, kc=kc, units=units, most=128 if grouped else 256, need=need, target=target)
-    return program(op, shape, n=n, k=k, bias=bias, stages=stages, kc=kc, raster=raster, experts=experts)
+    op = take(Operand, params)
+    shape, most = Tile(**params), 128 if op.scales_sums and op.group > 0 else 256
+    shape.check(units=-(-k // UNIT_K), most=most, need=shared_bytes(op, shape), target=target)
+    return program(op, shape, n=n, k=k, bias=bias, experts=experts)
 
 
-def program(op: Operand, shape: Tile, *, n: int, k: int, bias: bool, stages: int, kc: int, raster: int, experts: int):
+def program(op: Operand, shape: Tile, *, n: int, k: int, bias: bool, experts: int) -> PrimFunc:
     """The prim_func of `build` for legal values."""
-    import tilelang.language as T
-
     fmt, group, dtype, rb = op.format, op.group, op.dtype, shape.row_blocks
     np_, units = -(-n // BLOCK_ROWS) * BLOCK_ROWS, -(-k // UNIT_K)
     kp = units * UNIT_K
-    grouped = op.scales_sums and group > 0
+    grouped = op.scales_sums and group > 0  # otherwise MMAs add straight to the result
+    stages, kc = shape.stages, shape.kc
     pairs, nacc, blocks, all_blocks = shape.pairs, shape.sums, shape.blocks, np_ // BLOCK_ROWS
     row_tiles = -(-all_blocks // blocks)
     ig, parts = op.groups_per(64), fmt.blocks(64)  # of a stage: groups, packed blocks of 64 rows
     run = 4 // ig  # passes of a stage with the same parameters
     M, TILES = T.dynamic("m"), T.dynamic("tiles")
     end = lambda c: c.end[0] if experts else M
-    tiles = mma_tiles.place_macros(shape, row_tiles=row_tiles, raster=raster, experts=experts)
-    xs = mma_tiles.x_macros(shape, k=k, stage_k=64)
-    partial = mma_tiles.partial_macros(shape, kc=kc, dtype="float32")
-    copies = copy_macros(op, shape, xs, all_blocks=all_blocks, k=k, experts=experts, end=end)
-    operands, sums = operand_macros(op, shape), sum_macros(op, shape)
-    out = store_macros(op, shape, n=n, k_padded=kp, bias=bias, experts=experts)
+    place, token_blocks_of = mma_tiles.place_macros(shape, row_tiles=row_tiles, experts=experts)
+    issue_x, load_x = mma_tiles.x_macros(shape, k=k, stage_k=64)
+    leave, gather = mma_tiles.partial_macros(shape, "float32")
+    issue = copy_macro(op, shape, issue_x, all_blocks=all_blocks, k=k, experts=experts, end=end)
+    load_words, load_scales, load_operands, convert = operand_macros(op, shape)
+    clear, multiply, add_scaled, scale = sum_macros(op, shape)
+    store = store_macro(op, shape, n=n, k_padded=kp, bias=bias, experts=experts)
     source = prelude(
         "cp_async", "lds", "ldmatrix", "pack", "semaphore",
         extra=(
@@ -344,12 +302,12 @@ def program(op: Operand, shape: Tile, *, n: int, k: int, bias: bool, stages: int
             *([mma_tiles.EXPERTS_SOURCE] if experts else []),
         ),
     )  # fmt: skip
-    matrices, token_blocks = max(experts, 1), tiles.token_blocks(M)
+    matrices, token_blocks = max(experts, 1), token_blocks_of(M)
 
     @T.macro
     def compute(X, W, P, B, WS, SEM, Y, offsets):
         with T.Kernel(token_blocks * row_tiles, kc, threads=shape.threads, prelude=source) as (bx, bz):
-            Xs = T.alloc_shared((shape.x_bytes(stages) // 2,), dtype)
+            Xs = T.alloc_shared((shape.x_bytes // 2,), dtype)
             Ws = T.alloc_shared((stages * blocks * parts * BLOCK_WORDS,), "int32")
             Ps = T.alloc_shared((max(stages * op.records_per(64) * blocks * op.group_bytes, 16),), "uint8")
             w = T.alloc_local((rb * parts * 4,), "uint32")
@@ -370,7 +328,7 @@ def program(op: Operand, shape: Tile, *, n: int, k: int, bias: bool, stages: int
             warp = tx // 32
             tile = warp % shape.row_warps * rb
             column = warp // shape.row_warps
-            tiles.place(c, bx, offsets, M)
+            place(c, bx, offsets, M)
             k0 = bz * units // kc
             kn = (bz + 1) * units // kc - k0
             if experts:
@@ -379,22 +337,22 @@ def program(op: Operand, shape: Tile, *, n: int, k: int, bias: bool, stages: int
             for p in T.unroll(stages):
                 if p < kn * 2:
                     params = p == 0 if group == 0 else group != 128 or p % 2 == 0
-                    copies.issue(X, W, P, Xs, Ws, Ps, c, k0 * 2 + p, p, params, tx)
+                    issue(X, W, P, Xs, Ws, Ps, c, k0 * 2 + p, p, params, tx)
                 cp_commit()
             for i in T.unroll(nacc):
                 acc[i] = 0.0
             c.slot[0] = 0
             cp_wait(stages - 1)
             T.sync_threads()
-            operands.load_words(Ws, w, 0, tile, lane)
+            load_words(Ws, w, 0, tile, lane)
             if op.has_groups:
-                operands.load_operands(Ps, v, u, zs, 0, 0, tile, lane)
+                load_operands(Ps, v, u, zs, 0, 0, tile, lane)
             for p in T.unroll(pairs):
-                xs.load(Xs, x, 0, 0, p, column, lane)
+                load_x(Xs, x, 0, 0, p, column, lane)
             for m in T.unroll(rb):
-                operands.convert(w, a, v, m, 0)
+                convert(w, a, v, m, 0)
             if op.scales_sums:
-                operands.load_scales(Ps, s, u, 0, 0, tile, lane)
+                load_scales(Ps, s, u, 0, 0, tile, lane)
 
             for unit in T.serial(kn):
                 for h in T.unroll(2):
@@ -405,41 +363,41 @@ def program(op: Operand, shape: Tile, *, n: int, k: int, bias: bool, stages: int
                             c.free[0] = c.slot[0]
                             c.slot[0] = T.if_then_else(c.slot[0] == stages - 1, 0, c.slot[0] + 1)
                             if unit * 2 + h + stages < kn * 2:
-                                copies.issue(
+                                issue(
                                     X, W, P, Xs, Ws, Ps, c, (k0 + unit) * 2 + h + stages, c.free[0],
                                     group != 0 and (group != 128 or (h + stages) % 2 == 0), tx,
                                 )  # fmt: skip
                             cp_commit()
-                            operands.load_words(Ws, w, c.slot[0], tile, lane)
+                            load_words(Ws, w, c.slot[0], tile, lane)
                         if group != 0:
                             if T.And((step + 1) % run == 0, h == 1 or group != 128):
-                                operands.load_operands(Ps, v, u, zs, c.slot[0], (step + 1) % 4 // run, tile, lane)
+                                load_operands(Ps, v, u, zs, c.slot[0], (step + 1) % 4 // run, tile, lane)
                         for p in T.unroll(pairs):
                             if grouped:
                                 if T.And(step % run == 0, h == 0 or group != 128):
-                                    sums.clear(part, p)
-                            sums.multiply(d, a, x, step, p)
-                            xs.load(Xs, x, c.slot[0], (step + 1) % 4, p, column, lane)
+                                    clear(part, p)
+                            multiply(d, a, x, step, p)
+                            load_x(Xs, x, c.slot[0], (step + 1) % 4, p, column, lane)
                             for m in T.unroll(rb):
                                 if m * pairs // rb == p:
-                                    operands.convert(w, a, v, m, (step + 1) % 4)
+                                    convert(w, a, v, m, (step + 1) % 4)
                         if grouped:
                             if T.And((step + 1) % run == 0, h == 1 or group != 128):
                                 # a branch that ptxas cannot see through keeps it from working on two groups at once
-                                if T.call_extern("bool", "tz_not_negative", M):
+                                if call("not_negative", M, returns="bool"):
                                     for p in T.unroll(pairs):
-                                        sums.add_scaled(acc, part, s, p)
-                                operands.load_scales(Ps, s, u, c.slot[0], (step + 1) % 4 // run, tile, lane)
+                                        add_scaled(acc, part, s, p)
+                                load_scales(Ps, s, u, c.slot[0], (step + 1) % 4 // run, tile, lane)
             if op.scales_sums and group == 0:
-                sums.scale(acc, s)
+                scale(acc, s)
             T.sync_threads()  # the staged output shares memory with X
             if kc > 1:
-                partial.leave(WS, acc, bx, bz, tx)
+                leave(WS, acc, bx, bz, tx)
                 if last_arrival(SEM[bx], kc):
-                    partial.gather(WS, acc, bx, tx)
-                    out.store(Y, B, P, end(c), Xs, acc, o, bb, c, warp, tile, column, lane)
+                    gather(WS, acc, bx, tx)
+                    store(Y, B, P, end(c), Xs, acc, o, bb, c, warp, tile, column, lane)
             else:
-                out.store(Y, B, P, end(c), Xs, acc, o, bb, c, warp, tile, column, lane)
+                store(Y, B, P, end(c), Xs, acc, o, bb, c, warp, tile, column, lane)
 
     tensors = (
         T.Tensor((M, k), dtype),
@@ -453,10 +411,8 @@ def program(op: Operand, shape: Tile, *, n: int, k: int, bias: bool, stages: int
     return _main(compute, tensors, experts)
 
 
-def _main(compute: Any, tensors: tuple, experts: int) -> Any:
+def _main(compute: Macro, tensors: tuple, experts: int) -> PrimFunc:
     """The prim_func "main" that runs the macro; dense weights have no offsets of experts."""
-    import tilelang.language as T
-
     x, w, p, b, ws, sem, y = tensors
 
     if experts:

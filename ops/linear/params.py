@@ -5,27 +5,36 @@ u[0] and u[1] two of float32; u[2] two zero points, a byte each. Scales of e4m3 
 order of `PAIRED` (products/codes.py).
 """
 
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import dataclass
 
 from terrazzo.layouts.converters import Converter
 from terrazzo.ops.linear.operand import Operand
 from terrazzo.ops.products.codes import PAIRED
 from terrazzo.ops.tiles.calls import byte_perm, lds32, pack2, prefetch, unpack
+from terrazzo.ops.tiles.language import T
+from terrazzo.ops.tiles.types import Buffer, Call, Expr, Macro
 
 _WORDS = {"b0": 0, "s0": 1, "b1": 2, "s1": 3, "s01": 1}
 """Parameter of a converter -> its place behind v[at]."""
 
 
-def param_macros(op: Operand) -> SimpleNamespace:
-    """Macros `scales` and, for the (bias, scale) words of converters that scale, `bias_words` and `scale_words`, or
-    `pair_word`; function `of_converter`.
+@dataclass(frozen=True)
+class Params:
+    """Macros of `param_macros`, and a function: the words that a converter takes."""
+
+    scales: Macro
+    bias_words: Macro
+    scale_words: Macro
+    pair_word: Macro
+    of_converter: Call
+
+
+def param_macros(op: Operand) -> Params:
+    """Scales; and the (bias, scale) words of converters that scale.
 
     Words v[at .. at + 3] are bias and scale of row g, then of row g + 8, each twice in a word; v[at + 1] of `pair_word`
     is both scales.
     """
-    import tilelang.language as T
-
     bf16 = op.dtype == "bfloat16"
     one = 0x3F803F80 if bf16 else 0x3C003C00
     powers = op.scale_dtype == "e8m0"
@@ -89,29 +98,34 @@ def param_macros(op: Operand) -> SimpleNamespace:
             turned = T.if_then_else(odd, word << T.uint32(11) | word >> T.uint32(21), word << T.uint32(3))
             v[at + 1] = turned & T.uint32(PAIRED << 3)
 
-    def of_converter(converter: Converter, v: Any, at: Any) -> list[Any]:
+    def of_converter(converter: Converter, v: Buffer, at: Expr) -> list[Expr]:
         """The words that a converter takes."""
         return [v[at + _WORDS[name]] for name in converter.params]
 
-    return SimpleNamespace(
-        scales=scales, bias_words=bias_words, scale_words=scale_words, pair_word=pair_word, of_converter=of_converter
-    )
+    return Params(scales, bias_words, scale_words, pair_word, of_converter)
 
 
-def factor_macros(op: Operand, n: int, k_padded: int) -> SimpleNamespace | None:
-    """None where rows have no factors; else functions and macros of them. They lie behind the records of groups in P
+@dataclass(frozen=True)
+class Factors:
+    """Of `factor_macros`: a function and two macros."""
+
+    at: Call
+    load: Macro
+    fetch: Macro
+
+
+def factor_macros(op: Operand, n: Expr, k_padded: Expr) -> Factors | None:
+    """None where rows have no factors. They lie behind the records of groups in P
     [records, row blocks, bytes], in the order of the rows.
 
     `at`: the element of P where that of a row begins. `load`: f[to], float32, of a row that may lie past the last one;
     `fetch`: to L2, some time before; `first`: record of the matrix's first one.
     """
-    import tilelang.language as T
-
     if not op.format.row_factors:
         return None
     groups, rec = op.groups(k_padded), op.record_bytes
 
-    def at(P: Any, row: Any, first: Any = 0) -> Any:
+    def at(P: Buffer, row: Expr, first: Expr = 0) -> Expr:
         nbyte = row % 64 * 4
         return P[first + groups + nbyte // rec, row // 64, nbyte % rec]
 
@@ -123,4 +137,4 @@ def factor_macros(op: Operand, n: int, k_padded: int) -> SimpleNamespace | None:
     def fetch(P, row, first=0):
         prefetch(at(P, T.min(row, n - 1), first))
 
-    return SimpleNamespace(at=at, load=load, fetch=fetch)
+    return Factors(at, load, fetch)

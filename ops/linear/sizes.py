@@ -9,6 +9,8 @@ from typing import Any
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.linear.operand import Operand
 from terrazzo.ops.products.codes import BLOCK_ROWS
+from terrazzo.ops.tiles.language import T
+from terrazzo.ops.tiles.types import Expr
 
 UNIT_K = 128
 """k extent that padded weights are a multiple of: a unit of work."""
@@ -38,14 +40,14 @@ class Sizes:
         whole: whether rows of y are whole 16-byte pieces.
     """
 
-    n: Any
-    k: Any
-    units: Any
-    blocks: Any
-    word_blocks: Any
-    records: Any
-    bias: Any
-    has_bias: Any
+    n: Expr
+    k: Expr
+    units: Expr
+    blocks: Expr
+    word_blocks: Expr
+    records: Expr
+    bias: Expr
+    has_bias: Expr
     whole: bool
 
     @property
@@ -66,8 +68,6 @@ def sizes(op: Operand, n: int, k: int, *, bias: bool, whole: bool, matrices: int
     Raises:
         ArgumentError: only one of n and k is 0.
     """
-    import tilelang.language as T
-
     if (n == 0) != (k == 0):
         raise ArgumentError("n", n, f"and k = {k} are both 0 (a generic kernel) or neither", "pass both, or neither")
     if n:

@@ -12,13 +12,12 @@ Numerics (specs.md B.3): `post` multiplies unscaled codes and applies scale and 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.linear.operand import Operand
-from terrazzo.ops.linear.params import factor_macros, param_macros
+from terrazzo.ops.linear.params import Factors, factor_macros, param_macros
 from terrazzo.ops.products.codes import BLOCK_ROWS, BLOCK_WORDS, TILE_WORDS
 from terrazzo.ops.tiles.calls import (
     cp_async,
@@ -33,19 +32,12 @@ from terrazzo.ops.tiles.calls import (
     pack2,
     syncwarp,
 )
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.primitives import prelude
-from terrazzo.ops.tiles.program import OWN_BARRIERS
-from terrazzo.ops.tiles.resident import (
-    ITEM_K,
-    Split,
-    cluster_shape,
-    resident_macros,
-    resident_rows,
-    sum_macros,
-    x_bytes,
-    x_row,
-)
-from terrazzo.ops.tiles.resident_pipeline import nothing, walk_macro
+from terrazzo.ops.tiles.program import OWN_BARRIERS, take
+from terrazzo.ops.tiles.resident import ITEM_K, Split, cluster_shape, resident_macros, sum_macros, x_bytes, x_row
+from terrazzo.ops.tiles.resident_pipeline import Steps, walk_macro
+from terrazzo.ops.tiles.types import Buffers, Call, Expr, Macro, PrimFunc, Scalar
 from terrazzo.schedules.clusters import PAIR
 
 PASS_CONFIGS = OWN_BARRIERS
@@ -56,8 +48,8 @@ class Rows:
     """Rows of a weight [n, k], which a kernel knows or a launch brings: n, row `blocks` of 64, and whether n is `whole`
     pieces of four."""
 
-    n: Any
-    blocks: Any
+    n: Expr
+    blocks: Expr
     whole: bool
 
 
@@ -68,14 +60,10 @@ def of_any_rows(params: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Shape:
-    """A CTA's work: the operand, how [n, k] is split, token tiles of 8 and their rows, stages of
-    a warp's ring, and what lies in a step of it."""
+    """A CTA's work: the operand, how [n, k] is split, and what lies in a step of a warp's ring."""
 
     op: Operand
     split: Split
-    token_tiles: int
-    rows: int
-    stages: int
 
     @property
     def group_bytes(self) -> tuple[int, int]:
@@ -135,11 +123,9 @@ class Shape:
         return self.op.scales_sums and (not self.op.symmetric or self.zero != 0)
 
 
-def ring_macros(shape: Shape) -> SimpleNamespace:
+def ring_macro(shape: Shape) -> Macro:
     """Macro `issue`: what a warp fetches into its ring."""
-    import tilelang.language as T
-
-    op, chunk, stages = shape.op, shape.split.chunk, shape.stages
+    op, chunk, stages = shape.op, shape.split.chunk, shape.split.stages
     group, blocks, tile_words, p_words = op.group, op.format.blocks(ITEM_K), shape.tile_words, shape.param_words
     ir, (seg, zseg) = op.records_per(ITEM_K), shape.group_bytes
     per_record = (seg + zseg) // 16  # 16-byte copies of one record of one item
@@ -174,15 +160,23 @@ def ring_macros(shape: Shape) -> SimpleNamespace:
                     )
         cp_commit()
 
-    return SimpleNamespace(issue=issue)
+    return issue
 
 
-def operand_macros(shape: Shape) -> SimpleNamespace:
-    """Macros `load_x`, `load_params`, `operand_words` and `convert`: from shared memory to operand registers; function
-    `fragment`."""
-    import tilelang.language as T
+@dataclass(frozen=True)
+class Operands:
+    """Macros of `operand_macros`; function `fragment`."""
 
-    op, nt, rows, pitch = shape.op, shape.token_tiles, shape.rows, shape.pitch
+    load_x: Macro
+    fragment: Call
+    load_params: Macro
+    operand_words: Macro
+    convert: Macro
+
+
+def operand_macros(shape: Shape) -> Operands:
+    """From shared memory to operand registers."""
+    op, nt, rows, pitch = shape.op, shape.split.token_tiles, shape.split.rows, shape.pitch
     fmt, bf16, sb = op.format, op.dtype == "bfloat16", op.scale_bytes
     cvt, words, per_step = get_converter(op.converter), param_macros(op), fmt.step_words
     seg, zseg = shape.group_bytes
@@ -258,16 +252,12 @@ def operand_macros(shape: Shape) -> SimpleNamespace:
                 "handle", cvt.device_name, w[step * per_step + i], registers(a, i), *words.of_converter(cvt, v, 0)
             )
 
-    return SimpleNamespace(
-        load_x=load_x, fragment=fragment, load_params=load_params, operand_words=operand_words, convert=convert
-    )
+    return Operands(load_x, fragment, load_params, operand_words, convert)
 
 
-def sum_of_group_macros(shape: Shape, operands: SimpleNamespace) -> SimpleNamespace:
+def sum_of_group_macros(shape: Shape, operands: Operands) -> tuple[Macro, Macro, Macro, Macro]:
     """Macros of numerics "post", whose sums of a group are scaled: `sum_tokens`, `begin` or `clear`, and `end`."""
-    import tilelang.language as T
-
-    op, nt, rows, ig, steps = shape.op, shape.token_tiles, shape.rows, shape.item_groups, shape.group_steps
+    op, nt, rows, ig, steps = shape.op, shape.split.token_tiles, shape.split.rows, shape.item_groups, shape.group_steps
     cvt, kind = get_converter(op.converter), mma_kind(op.dtype)
     (e0, e1), zero, symmetric = shape.exponents, shape.zero, op.symmetric
     one_bits = 0x3F803F80 if op.dtype == "bfloat16" else 0x3C003C00
@@ -320,17 +310,15 @@ def sum_of_group_macros(shape: Shape, operands: SimpleNamespace) -> SimpleNamesp
             for i in T.unroll(4):
                 acc[(m * nt + t) * 4 + i] = acc[(m * nt + t) * 4 + i] + s[i // 2] * (d[t * 8 + i] + d[t * 8 + 4 + i])
 
-    return SimpleNamespace(sum_tokens=sum_tokens, begin=begin, clear=clear, end=end)
+    return sum_tokens, begin, clear, end
 
 
-def store_macro(op: Operand, *, rows: Rows, bias: bool, factors: SimpleNamespace | None):
-    """Macro `store` of four rows of a token. factors: `factor_macros` of rows that have such."""
-    import tilelang.language as T
-
+def store_macro(op: Operand, *, rows: Rows, bias: bool, factors: Factors | None) -> Macro:
+    """Macro `store` of four rows of a token. factors: of rows that have such."""
     n, np_, dtype = rows.n, rows.blocks * BLOCK_ROWS, op.dtype
 
     @T.macro
-    def store(to, r4, tok, row):
+    def store(to, at, r4, tok, row):
         """Four rows of one token, with the bias, in the output dtype."""
         Y, B, o4 = to.y, to.b, to.o4
         if factors is not None:
@@ -351,19 +339,17 @@ def store_macro(op: Operand, *, rows: Rows, bias: bool, factors: SimpleNamespace
     return store
 
 
-def step_macros(shape: Shape, factors: SimpleNamespace | None) -> SimpleNamespace:
-    """What warps do, as `walk_macro` wants it: the main loop is `item`. factors: of rows that have such."""
-    import tilelang.language as T
-
-    op, nt, ig, steps = shape.op, shape.token_tiles, shape.item_groups, shape.group_steps
+def steps_of(shape: Shape, factors: Factors | None) -> Steps:
+    """What warps do: the main loop is `item`. factors: of rows that have such."""
+    op, nt, ig, steps = shape.op, shape.split.token_tiles, shape.item_groups, shape.group_steps
     post, counts, kind = op.scales_sums, shape.counts, mma_kind(op.dtype)
     ahead = 4 // op.format.step_words  # k16 steps of a load
-    ring, operands = ring_macros(shape), operand_macros(shape)
-    groups = sum_of_group_macros(shape, operands)
+    issue_step, operands = ring_macro(shape), operand_macros(shape)
+    sum_tokens, begin, clear, end = sum_of_group_macros(shape, operands)
 
     @T.macro
     def issue(io, at, base, q, lane):
-        ring.issue(io.W, io.P, io.R, base, q, at, lane)
+        issue_step(io.W, io.P, io.R, base, q, at, lane)
 
     @T.macro
     def behind(io, at, tx):
@@ -373,7 +359,7 @@ def step_macros(shape: Shape, factors: SimpleNamespace | None) -> SimpleNamespac
     @T.macro
     def open(io, at, lane):
         if counts:
-            groups.sum_tokens(io.Xs, io.C0, io.x, io.a, io.d, at, lane)
+            sum_tokens(io.Xs, io.C0, io.x, io.a, io.d, at, lane)
 
     @T.macro
     def multiply(acc, d, a, x, m, q, j):
@@ -395,9 +381,9 @@ def step_macros(shape: Shape, factors: SimpleNamespace | None) -> SimpleNamespac
                 if op.has_groups:
                     operands.load_params(io.R, params, q, io.s, io.z, io.u, lane)
                 if counts:
-                    groups.begin(io.C0, io.d, io.c, io.z, at, gi, q, lane)
+                    begin(io.C0, io.d, io.c, io.z, at, gi, q, lane)
                 elif post:
-                    groups.clear(io.d)
+                    clear(io.d)
                 elif op.has_groups:
                     operands.operand_words(io.s, io.z, io.u, io.v, q)
                 for j in T.unroll(steps):
@@ -406,34 +392,12 @@ def step_macros(shape: Shape, factors: SimpleNamespace | None) -> SimpleNamespac
                     operands.convert(io.w, io.a, io.v, (q * steps + j) % ahead)
                     multiply(io.acc, io.d, io.a, io.x, m, q, j)
                 if post:
-                    groups.end(io.acc, io.d, io.s, m)
+                    end(io.acc, io.d, io.s, m)
 
-    return SimpleNamespace(issue=issue, before=nothing, behind=behind, tokens=nothing, open=open, item=item)
+    return Steps(issue, item, behind=behind, open=open)
 
 
-def build(
-    target,
-    *,
-    n: int,
-    k: int,
-    group: int,
-    symmetric: bool,
-    scale_dtype: str,
-    dtype: str,
-    numerics: str,
-    bias: bool,
-    token_tiles: int,
-    kc: int,
-    nc: int,
-    warps: int,
-    chunk: int,
-    stages: int,
-    cluster: int = 1,
-    joined: bool = False,
-    tokens: int = 0,
-    weight: str = "u4",
-    whole: bool = True,
-):
+def build(target, *, n: int, k: int, nc: int, bias: bool, whole: bool = True, **params: Scalar):
     """The prim_func `main(X, W, P, B, WS, SEM, Y)` for M <= tokens, which is 8 * token_tiles where it is 0.
 
     Shapes: X [M, k] and Y [M, n] in `dtype`; W int32 [Kp/KB, Np/64, 512], blocks of KB k of the format `weight`; P
@@ -443,49 +407,39 @@ def build(
 
     With n = nc = 0 both come with the launch, and `whole` says whether n is a multiple of 4; not with `joined`.
     """
-    import tilelang.language as T
-
+    op, joined = take(Operand, params), params.get("joined", False)
     if (n == 0) != (nc == 0) or (n == 0 and joined):
         constraint = f"nc = {nc} must be 0 as well or neither, and joined = {joined} knows n"
         raise ArgumentError("n", n, constraint, "pass both, or neither")
-    op = Operand(group, symmetric, scale_dtype, dtype, numerics, weight)
     rows = Rows(n, -(-n // BLOCK_ROWS), n % 4 == 0) if n else Rows(T.dynamic("n"), T.dynamic("blocks"), whole)
     items, tiles = -(-k // ITEM_K), rows.blocks * (BLOCK_ROWS // 16)
-    split = Split(items, tiles, kc, nc or T.dynamic("nc"), warps, chunk)
-    shape = Shape(op, split, token_tiles, resident_rows(token_tiles, tokens), stages)
-    return program(target, shape, of=rows, k=k, bias=bias, cluster=cluster, joined=joined)
+    shape = Shape(op, Split(items, tiles, nc=nc or T.dynamic("nc"), **params))
+    return program(target, shape, of=rows, k=k, bias=bias)
 
 
-def program(target, shape: Shape, *, of: Rows, k: int, bias: bool, cluster: int, joined: bool):
+def program(target, shape: Shape, *, of: Rows, k: int, bias: bool) -> PrimFunc:
     """The prim_func of `build` for a legal shape."""
-    import tilelang.language as T
-
-    op, split, nt, rows, stages = shape.op, shape.split, shape.token_tiles, shape.rows, shape.stages
-    kc, nc, warps, chunk = split.kc, split.nc, split.warps, split.chunk
+    op, split, nt, rows, stages = shape.op, shape.split, shape.split.token_tiles, shape.split.rows, shape.split.stages
+    kc, nc, warps, chunk, cluster, joined = split.kc, split.nc, split.warps, split.chunk, split.cluster, split.joined
     fmt, dtype, counts = op.format, op.dtype, shape.counts
     n, np_, kp = of.n, of.blocks * BLOCK_ROWS, -(-k // ITEM_K) * ITEM_K
     ig, pitch, step = shape.item_groups, shape.pitch, shape.step_words
     factors = factor_macros(op, n, kp)  # which undo the operands' exponent, too
     pdl = target.supports("pdl")
     bulk_copies = target.supports("bulk_copy")  # then X does not queue behind the first weights
-    resident = resident_macros(split, k=k, rows=rows, pitch=pitch, size=2, bulk_copies=bulk_copies, cluster=cluster)
+    resident = resident_macros(split, k=k, pitch=pitch, size=2, bulk_copies=bulk_copies)
     store = store_macro(op, rows=of, bias=bias, factors=factors)
-    sums = sum_macros(split, token_tiles=nt, tokens=rows, dtype="float32", store=store, floor=True, joined=joined)
+    sums = sum_macros(split, "float32", store, floor=True)
     source = prelude(
         "cp_async", "lds", "ldmatrix", "pack", "semaphore",
-        *(["multicast" if cluster > 1 else "bulk"] if bulk_copies else []),
-        *(["cluster"] if joined else []),
-        *(["prefetch_line"] if fmt.row_factors else []),
-        *(["lds64"] if fmt.record_groups > 1 else []),
+        *(["multicast" if cluster > 1 else "bulk"] if bulk_copies else []), *(["cluster"] if joined else []),
+        *(["prefetch_line"] if fmt.row_factors else []), *(["lds64"] if fmt.record_groups > 1 else []),
         extra=(get_converter(op.converter).device_source,),
     )  # fmt: skip
     cluster_dims = cluster_shape(target, kc, cluster, joined)
     M = T.dynamic("m")
 
-    walk = walk_macro(
-        step_macros(shape, factors), split=split, resident=resident, sums=sums, stages=stages, step_words=step,
-        token_tiles=nt, pdl=pdl, joined=joined,
-    )  # fmt: skip
+    walk = walk_macro(steps_of(shape, factors), split, resident, sums, step_words=step, pdl=pdl)
 
     @T.prim_func
     def main(
@@ -517,14 +471,10 @@ def program(target, shape: Shape, *, of: Rows, k: int, bias: bool, cluster: int,
             r4 = T.alloc_local((4,), "float32")
             o4 = T.alloc_local((4,), dtype)
             f4 = T.alloc_local((4,), "float32") if fmt.row_factors else None
-            tx = T.get_thread_binding()
-            warp = tx // 32
-            lane = tx % 32
-            at = resident.place(bk, bn, warp)
-            io = SimpleNamespace(
+            io = Buffers(
                 X=X, W=W, P=P, WS=WS, SEM=SEM, Xs=Xs, R=R, Q=Q, C0=C0, xbar=xbar, mail=mail, w=w, a=a, x=x, d=d, c=c,
-                s=s, z=z, u=u, v=v, acc=acc, r4=r4, to=SimpleNamespace(y=Y, b=B, p=P, o4=o4, f4=f4),
+                s=s, z=z, u=u, v=v, acc=acc, r4=r4, to=Buffers(y=Y, b=B, p=P, o4=o4, f4=f4),
             )  # fmt: skip
-            walk(io, M, bk, bn, at, warp, lane, tx)
+            walk(io, M, bk, bn)
 
     return main

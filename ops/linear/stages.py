@@ -5,29 +5,33 @@ stage is one slot or two. Parameters lie in slots of their own.
 """
 
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
 
 from terrazzo.ops.linear.operand import Operand
 from terrazzo.ops.linear.params import param_macros
 from terrazzo.ops.linear.sizes import Sizes
 from terrazzo.ops.products.codes import BLOCK_WORDS
 from terrazzo.ops.tiles.calls import bulk, bulk_at, lds16, lds32, lds64, lds128, pack2, place, tma_tile
+from terrazzo.ops.tiles.language import T
+from terrazzo.ops.tiles.scheduler import Ring
+from terrazzo.ops.tiles.types import Expr, Macro
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A CTA's tile and ring: the operand, the matrices' sizes, tokens, warpgroups, row blocks of 64 of each, and stages
-    of `stage_k` k, in slots of 64."""
+    """A CTA's tile and ring: the operand, the matrices' sizes, experts, tokens, warpgroups, row blocks of 64 of each,
+    and stages of `stage_k` k, in slots of 64; others as of `schedules.stream_k.StreamK`."""
 
     op: Operand
     size: Sizes
+    experts: int
     block_tokens: int
     warpgroups: int
     row_blocks: int
     stages: int
-    stage_k: int
-    experts: int
+    stage_k: int = 64
+    raster: int = 8
+    per_sm: int = 1
+    cluster: int = 1
 
     @property
     def halves(self) -> int:
@@ -45,10 +49,8 @@ class Shape:
         return self.warpgroups * self.row_blocks
 
     @property
-    def row_tiles(self) -> Any:
+    def row_tiles(self) -> Expr:
         """Of a matrix."""
-        import tilelang.language as T
-
         of_tile = self.cta_blocks
         if self.size.known:
             return -(-self.size.blocks // of_tile)
@@ -92,20 +94,16 @@ class Shape:
         """Of a descriptor of X, 16 bytes each."""
         return self.block_tokens * 64 * 2 // 16
 
-    def param_slot(self, stage: Any, h: int) -> Any:
+    def param_slot(self, stage: Expr, h: int) -> Expr:
         return stage if self.shared_params else stage * self.halves + h % self.halves
 
-    def first_tile(self, stage: Any) -> Any:
+    def first_tile(self, stage: Expr) -> Expr:
         """From the first stage's tiles of X to this one's, in the 16 bytes of a descriptor."""
-        import tilelang.language as T
-
         return T.cast(T.cast(stage, "uint32") * T.uint32(self.halves * self.slot_units), "uint64")
 
 
-def fill_macros(shape: Shape, rings: SimpleNamespace) -> SimpleNamespace:
+def fill_macros(shape: Shape, rings: Ring) -> tuple[Macro, Macro]:
     """Macros `fill_weights` and `fill_tokens` of the two producer warps."""
-    import tilelang.language as T
-
     op, size, halves, blocks, cta_blocks = shape.op, shape.size, shape.halves, shape.blocks, shape.cta_blocks
     group, rec, ir, shared_params = op.group, op.record_bytes, shape.slot_records, shape.shared_params
     units, all_blocks, records, param_slot = size.units, size.blocks, size.records, shape.param_slot
@@ -147,20 +145,15 @@ def fill_macros(shape: Shape, rings: SimpleNamespace) -> SimpleNamespace:
         T.mbarrier_expect_tx(io.full[io.ring.stage[0]], count * (halves * blocks * block_bytes + records_here * rec))
         for b in T.unroll(halves * blocks):
             bulk_at(
-                io.Ws[io.ring.stage[0] * (halves * blocks) + b, 0, 0],
-                io.W,
-                ((slot * blocks + b) * all_blocks + first) * (block_bytes // 16),
-                count * block_bytes,
+                io.Ws[io.ring.stage[0] * (halves * blocks) + b, 0, 0], io.W,
+                ((slot * blocks + b) * all_blocks + first) * (block_bytes // 16), count * block_bytes,
                 io.full[io.ring.stage[0]],
-            )
+            )  # fmt: skip
         for q in T.unroll(records_here):
             bulk_at(
-                io.Ps[param_slot(io.ring.stage[0], q // ir), q % ir * cta_blocks * rec],
-                io.P,
-                ((record + q) * all_blocks + first) * (rec // 16),
-                count * rec,
-                io.full[io.ring.stage[0]],
-            )
+                io.Ps[param_slot(io.ring.stage[0], q // ir), q % ir * cta_blocks * rec], io.P,
+                ((record + q) * all_blocks + first) * (rec // 16), count * rec, io.full[io.ring.stage[0]],
+            )  # fmt: skip
 
     @T.macro
     def fill_weights(io, c, kb):
@@ -186,25 +179,18 @@ def fill_macros(shape: Shape, rings: SimpleNamespace) -> SimpleNamespace:
             if h % halves == 0:
                 rings.acquire(io.empty, io.ring)
             tma_tile(
-                io.Xs,
-                io.ring.stage[0] * halves + h % halves,
-                io.X,
-                c.first[0],
-                kb * 128 + h * 64,
-                io.full[io.ring.stage[0]],
-                c.end[0],
-            )
+                io.Xs, io.ring.stage[0] * halves + h % halves, io.X, c.first[0], kb * 128 + h * 64,
+                io.full[io.ring.stage[0]], c.end[0],
+            )  # fmt: skip
             if (h + 1) % halves == 0:
                 T.barrier_arrive(io.full[io.ring.stage[0]])
                 rings.advance(io.ring)
 
-    return SimpleNamespace(fill_weights=fill_weights, fill_tokens=fill_tokens)
+    return fill_weights, fill_tokens
 
 
-def operand_macros(shape: Shape) -> SimpleNamespace:
+def operand_macros(shape: Shape) -> tuple[Macro, Macro, Macro, Macro]:
     """Macros `find`, `load_words`, `load_params` and `convert`: from a stage to operand registers."""
-    import tilelang.language as T
-
     op, halves, blocks, rb, cta_blocks = shape.op, shape.halves, shape.blocks, shape.row_blocks, shape.cta_blocks
     fmt, cvt, params = op.format, op.scaling_converter, param_macros(op)
     rec, sb, ig, per_step = op.record_bytes, op.scale_bytes * fmt.record_groups, shape.slot_groups, fmt.step_words
@@ -274,4 +260,4 @@ def operand_macros(shape: Shape) -> SimpleNamespace:
                 )  # fmt: skip
         T.warpgroup_fence_operand(a, half, count * 4)
 
-    return SimpleNamespace(find=find, load_words=load_words, load_params=load_params, convert=convert)
+    return find, load_words, load_params, convert

@@ -16,48 +16,33 @@ consumed: ptxas may move an arrive in front of a load's return (docs/tile-progra
 "A release of a stage").
 """
 
-from types import SimpleNamespace
-from typing import Any
-
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.linear.epilogue import store_macros
+from terrazzo.ops.linear.epilogue import out_macros
 from terrazzo.ops.linear.operand import Operand
-from terrazzo.ops.linear.params import factor_macros
+from terrazzo.ops.linear.params import Factors, factor_macros
 from terrazzo.ops.linear.sizes import UNIT_K, sizes
 from terrazzo.ops.linear.stages import Shape, fill_macros, operand_macros
 from terrazzo.ops.products.codes import BLOCK_WORDS
-from terrazzo.ops.tiles.calls import (
-    matrix,
-    mma_kind,
-    opaque,
-    wgmma,
-)
+from terrazzo.ops.tiles.calls import matrix, mma_kind, opaque, wgmma
 from terrazzo.ops.tiles.cluster_shares import cluster_macros
-from terrazzo.ops.tiles.pipeline import pipeline_macros
+from terrazzo.ops.tiles.language import T
+from terrazzo.ops.tiles.pipeline import Steps, Work, pipeline_macro
 from terrazzo.ops.tiles.primitives import prelude
-from terrazzo.ops.tiles.program import OWN_BARRIERS
-from terrazzo.ops.tiles.scheduler import (
-    EXPERTS_SOURCE,
-    expert_macros,
-    partition_macros,
-    plan_state,
-    ring_macros,
-    ring_state,
-    segment_state,
-    table_state,
-    table_words,
-)
-from terrazzo.ops.tiles.shares import finish_macros, share_macros, slice_state, spare_registers
+from terrazzo.ops.tiles.program import OWN_BARRIERS, take
+from terrazzo.ops.tiles.scheduler import EXPERTS_SOURCE, Ring, expert_macros, partition_macros, ring_macros, table_words
+from terrazzo.ops.tiles.shares import finish_macros, share_macros, spare_registers
 from terrazzo.ops.tiles.staged_rows import out_tokens, staged
+from terrazzo.ops.tiles.types import Buffers, Macro, PrimFunc, Scalar
 from terrazzo.schedules import tile_costs
 
 PASS_CONFIGS = OWN_BARRIERS
+PRIMITIVES = (
+    "lds", "place", "pack", "bulk", "stmatrix_trans", "semaphore", "quotient", "exchange", "warpgroup", "rows_out",
+)  # fmt: skip
 
 
-def multiply_macro(shape: Shape, convert: Any) -> Any:
+def multiply_macro(shape: Shape, convert: Macro) -> Macro:
     """The macro `multiply` of 64 k of a row block, by how scales enter."""
-    import tilelang.language as T
-
     op, halves, blocks, rb, ig = shape.op, shape.halves, shape.blocks, shape.row_blocks, shape.slot_groups
     bm, nacc, batch, slot_units = shape.block_tokens, shape.sums, shape.batch, shape.slot_units
     kinds = (mma_kind(op.dtype),) * 2
@@ -118,61 +103,29 @@ def multiply_macro(shape: Shape, convert: Any) -> Any:
     return multiply_long if op.group == UNIT_K and rb == 1 and op.format.row_factors else multiply_post
 
 
-def tile_macros(shape: Shape, *, raster: int, per_sm: int, cluster: int) -> SimpleNamespace:
-    """Who computes which segment of which tile, and how its sums become rows of y: `tokens`, `tiles`, `rings`, `peers`,
-    `tail`, `factors`, and `exchange`, whether CTAs that share a tile alike part its sum."""
-    op, size, experts = shape.op, shape.size, shape.experts
+def work_of(shape: Shape, factors: Factors | None, exchange: bool) -> Work:
+    """The work of CTAs; `exchange`: those that share a tile alike part its sum."""
+    op, size, experts, cluster = shape.op, shape.size, shape.experts, shape.cluster
     bm, wgs, rb, stages = shape.block_tokens, shape.warpgroups, shape.row_blocks, shape.stages
     units, row_tiles, each, sums = size.units, shape.row_tiles, 2 // shape.halves, (rb + op.scales_sums) * shape.sums
     tokens = expert_macros(experts=experts, block_tokens=bm, units=units, row_tiles=row_tiles)
-    exchange = cluster == per_sm == 1 and not experts and tile_costs.parts_sums(wgs, sums)
     tiles = partition_macros(
-        units=units, row_tiles=row_tiles, raster=raster, head_units=1, exchange=exchange or cluster > 1, cluster=cluster
-    )
-    rings = ring_macros(stages=stages, each=each, rounds=not experts)
-    spare = spare_registers(wgs, sums, per_sm) if cluster == 1 else 0  # shares are rare there
-    shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs * 4, dtype="float32", spare=spare)
-    factors = factor_macros(op, size.n, units * UNIT_K)
-    out = store_macros(
-        size=size, block_tokens=bm, row_blocks=rb, cta_blocks=shape.cta_blocks, bf16=op.dtype == "bfloat16",
-        factors=factors,
+        units=units, row_tiles=row_tiles, raster=shape.raster, head_units=1, exchange=exchange or cluster > 1,
+        cluster=cluster,
     )  # fmt: skip
+    rings = ring_macros(stages=stages, each=each, rounds=not experts)
+    spare = spare_registers(wgs, sums, shape.per_sm) if cluster == 1 else 0  # shares are rare there
+    shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs * 4, dtype="float32", spare=spare)
+    out = out_macros(shape, factors)
     peers = cluster_macros(
         size=cluster, warpgroups=wgs, row_blocks=rb, block_tokens=bm, dtype="float32", units=units, stages=stages,
         each=each, stage_bytes=bm * shape.stage_k * 2, rings=rings,
     )  # fmt: skip
-    tail = finish_macros(
-        tiles, shares, store=out.store, store_slice=out.store_slice, exchange=exchange,
-        peers=peers if cluster > 1 else None, store_share=out.store_share,
-    )  # fmt: skip
-    return SimpleNamespace(
-        tokens=tokens, tiles=tiles, rings=rings, peers=peers, tail=tail, factors=factors, exchange=exchange
-    )
+    finish, _ = finish_macros(tiles, shares, out, exchange=exchange, peers=peers if cluster > 1 else None)
+    return Work(tokens, tiles, rings, finish, peers)
 
 
-def build(
-    target,
-    *,
-    n: int,
-    k: int,
-    group: int,
-    symmetric: bool,
-    scale_dtype: str,
-    dtype: str,
-    numerics: str,
-    bias: bool,
-    block_tokens: int,
-    warpgroups: int,
-    row_blocks: int,
-    stages: int,
-    stage_k: int = 64,
-    raster: int = 8,
-    per_sm: int = 1,
-    cluster: int = 1,
-    experts: int = 0,
-    weight: str = "u4",
-    whole: bool = True,
-):
+def build(target, *, n: int, k: int, bias: bool, experts: int = 0, whole: bool = True, **params: Scalar):
     """The prim_func `main(X, W, P, B, WS, SEM, Y, sk)`; with E = `experts`, int32 [E + 1] instead of sk.
 
     Shapes: X [M, k] and Y [M, n] in `dtype`; W int32 [Kp/KB, Np/64, 512], blocks of KB k of the format `weight`; P
@@ -189,24 +142,21 @@ def build(
     With n = k = 0 the kernel is generic: both come with the launch. `whole` then says that rows of Y are whole 16-byte
     pieces (n a multiple of 8), and the bias is a branch: B has n elements, or any other number where there is none.
     """
-    if cluster > 1 and experts:
-        raise ArgumentError(
-            "cluster", cluster, "tiles of experts are found on the device, not shared by clusters", "use 1"
-        )
-    op = Operand(group, symmetric, scale_dtype, dtype, numerics, weight)
+    op = take(Operand, params)
     size = sizes(op, n, k, bias=bias, whole=whole, matrices=max(experts, 1))
-    shape = Shape(op, size, block_tokens, warpgroups, row_blocks, stages, stage_k, experts)
-    return program(shape, raster=raster, per_sm=per_sm, cluster=cluster)
+    shape = Shape(op, size, experts, **params)
+    if shape.cluster > 1 and experts:
+        constraint = "tiles of experts are found on the device, not shared by clusters"
+        raise ArgumentError("cluster", shape.cluster, constraint, "use 1")
+    return program(shape)
 
 
-def step_macros(shape: Shape, work: SimpleNamespace) -> SimpleNamespace:
-    """What warps do, as `pipeline_macros` wants it: the main loop is `unit`."""
-    import tilelang.language as T
-
+def steps_of(shape: Shape, rings: Ring, factors: Factors | None) -> Steps:
+    """What warps do: the main loop is `unit`."""
     op, size, halves, rb, nacc = shape.op, shape.size, shape.halves, shape.row_blocks, shape.sums
-    rings, factors, cta_blocks = work.rings, work.factors, shape.cta_blocks
-    fills, operands = fill_macros(shape, rings), operand_macros(shape)
-    multiply = multiply_macro(shape, operands.convert)
+    cta_blocks = shape.cta_blocks
+    find, load_words, load_params, convert = operand_macros(shape)
+    multiply = multiply_macro(shape, convert)
 
     @T.macro
     def unit(io, place, follows):
@@ -215,10 +165,10 @@ def step_macros(shape: Shape, work: SimpleNamespace) -> SimpleNamespace:
             stage = h // halves
             if h % halves == 0:
                 place.wait(stage)
-                operands.load_words(io.at, io.w, place.stage(stage))
+                load_words(io.at, io.w, place.stage(stage))
             for r in T.unroll(rb):
                 if op.has_groups and (h == 0 or not shape.shared_params):
-                    operands.load_params(io.at, shape.param_slot(place.stage(stage), h), r, io.s, io.u, io.v)
+                    load_params(io.at, shape.param_slot(place.stage(stage), h), r, io.s, io.u, io.v)
                 tile = io.at.x[0] + shape.first_tile(place.stage(stage))
                 multiply(io.w, io.a, io.acc, io.part, io.s, io.v, tile, h, r)
                 if r == 0 and h % halves == 0:  # the wgmmas on the stage before are complete
@@ -241,7 +191,7 @@ def step_macros(shape: Shape, work: SimpleNamespace) -> SimpleNamespace:
             for r in T.unroll(rb):
                 row = (c.rows[0] * cta_blocks + wg * rb + r) * 64 + wt // 32 * 16
                 factors.fetch(io.P, row, c.expert[0] * size.records)
-        operands.find(io.at, io.Ws, io.Ps, wg, wt)
+        find(io.at, io.Ws, io.Ps, wg, wt)
         rings.find(io.full, io.empty, ring, 0)
 
     @T.macro
@@ -258,42 +208,30 @@ def step_macros(shape: Shape, work: SimpleNamespace) -> SimpleNamespace:
         rings.release(ring, T.And(lane == 0, c.k1[0] > c.k0[0]))
         opaque(c.first[0])  # addresses of y are not made before, and spilled
 
-    return SimpleNamespace(
-        fill_weights=fills.fill_weights, fill_tokens=fills.fill_tokens, open=open, begin=begin, unit=unit, drain=drain,
-        end=end,
-    )  # fmt: skip
+    return Steps(*fill_macros(shape, rings), open, begin, unit, drain, end)
 
 
-def program(shape: Shape, *, raster: int, per_sm: int, cluster: int):
+def program(shape: Shape) -> PrimFunc:
     """The prim_func of `build` for a legal shape."""
-    import tilelang.language as T
     from tilelang.layout import make_full_bank_swizzled_layout
 
     op, size, dtype, experts = shape.op, shape.size, shape.op.dtype, shape.experts
+    cluster, per_sm = shape.cluster, shape.per_sm
     bm, wgs, rb, stages, halves = shape.block_tokens, shape.warpgroups, shape.row_blocks, shape.stages, shape.halves
     blocks, cta_blocks, nacc, ig = shape.blocks, shape.cta_blocks, shape.sums, shape.slot_groups
-    work = tile_macros(shape, raster=raster, per_sm=per_sm, cluster=cluster)
-    pipeline = pipeline_macros(
-        step_macros(shape, work), block_tokens=bm, warpgroups=wgs, tokens=work.tokens, tiles=work.tiles,
-        rings=work.rings, peers=work.peers, tail=work.tail, experts=experts, cluster=cluster, per_sm=per_sm,
+    factors, sums = factor_macros(op, size.n, size.units * UNIT_K), (rb + op.scales_sums) * nacc
+    exchange = cluster == per_sm == 1 and not experts and tile_costs.parts_sums(wgs, sums)
+    work = work_of(shape, factors, exchange)
+    run = pipeline_macro(steps_of(shape, work.rings, factors), work, shape, experts)
+    more = (
+        ("bulk_at", not size.known), ("cluster", cluster > 1), ("prefetch_line", op.format.row_factors),
+        ("lds64", op.format.record_groups > 1),
     )  # fmt: skip
-    used = (
-        "lds",
-        "place",
-        "pack",
-        "bulk",
-        *([] if size.known else ["bulk_at"]),
-        "stmatrix_trans",
-        "semaphore",
-        "quotient",
-        "exchange",
-        "warpgroup",
-        "rows_out",
-        *(["cluster"] if cluster > 1 else []),
-        *(["prefetch_line"] if op.format.row_factors else []),
-        *(["lds64"] if op.format.record_groups > 1 else []),
+    source = prelude(
+        *PRIMITIVES,
+        *(name for name, wanted in more if wanted),
+        extra=(op.scaling_converter.device_source, *([EXPERTS_SOURCE] if experts else [])),
     )
-    source = prelude(*used, extra=(op.scaling_converter.device_source, *([EXPERTS_SOURCE] if experts else [])))
     last = T.Tensor((experts + 1,), "int32") if experts else T.int32
     cluster_dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
     M, G = T.dynamic("m"), T.dynamic("grid")
@@ -315,7 +253,7 @@ def program(shape: Shape, *, raster: int, per_sm: int, cluster: int):
             Xs = T.alloc_shared((stages * halves, bm, 64), dtype)
             Ws = T.alloc_shared((stages * halves * blocks, cta_blocks, BLOCK_WORDS), "int32")
             Ps = T.alloc_shared(shape.param_shape, "uint8")
-            Os = T.alloc_shared((wgs, staged(2, out_tokens(bm), alone=work.exchange)), dtype)
+            Os = T.alloc_shared((wgs, staged(2, out_tokens(bm), alone=exchange)), dtype)
             Es = T.alloc_shared((table_words(experts),), "int32")
             full = T.alloc_barrier([1 + 32] * stages)  # weights, and the lanes of the warp that fetches X
             empty = T.alloc_barrier([wgs * 4] * stages)
@@ -331,19 +269,13 @@ def program(shape: Shape, *, raster: int, per_sm: int, cluster: int):
             o = T.alloc_local((4,), "uint32")
             bb = T.alloc_local((2,), "float32")
             desc = T.alloc_wgmma_desc()
-            kinds_of = {"words": "uint32", "scales": "uint32", "zeros": "uint32", "x": "uint64"}
-            at = SimpleNamespace(**{name: T.alloc_local((1,), kind) for name, kind in kinds_of.items()})
-            p = plan_state()
-            c = segment_state()
-            x = slice_state()
-            ring = ring_state()
-            table = table_state()
+            at = Buffers(words=(1, "uint32"), scales=(1, "uint32"), zeros=(1, "uint32"), x=(1, "uint64"))
             T.annotate_layout({Xs: make_full_bank_swizzled_layout(Xs)})
-            io = SimpleNamespace(
-                X=X, W=W, P=P, WS=WS, SEM=SEM, Xs=Xs, Ws=Ws, Ps=Ps, Es=Es, full=full, empty=empty, ready=ready,
-                w=w, a=a, acc=acc, part=part, s=s, u=u, v=v, desc=desc, at=at,
-                to=SimpleNamespace(Y=Y, B=B, P=P, Os=Os, o=o, bb=bb, ring=Xs, ready=ready, sent=sent),
+            io = Buffers(
+                X=X, W=W, P=P, WS=WS, SEM=SEM, Xs=Xs, Ws=Ws, Ps=Ps, Es=Es, full=full, empty=empty, ready=ready, w=w,
+                a=a, acc=acc, part=part, s=s, u=u, v=v, desc=desc, at=at,
+                to=Buffers(Y=Y, B=B, P=P, Os=Os, o=o, bb=bb, ring=Xs, ready=ready, sent=sent),
             )  # fmt: skip
-            pipeline.run(io, p, c, x, ring, table, parts, G, cta)
+            run(io, parts, G, cta)
 
     return main

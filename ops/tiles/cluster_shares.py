@@ -8,20 +8,31 @@ Room for the letters is a run of ring stages that the last products hardly ever 
 stage was read, tells the other CTAs that theirs may come; mostly long before they are written.
 """
 
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import dataclass
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.tiles.calls import arrive_at, lds128, past, place, send16, wait_together
+from terrazzo.ops.tiles.language import T
+from terrazzo.ops.tiles.scheduler import Ring
+from terrazzo.ops.tiles.types import Expr, Macro, Place
 from terrazzo.schedules.clusters import inbox, inbox_bytes
 
 
+@dataclass(frozen=True)
+class Peers:
+    """Macros of `cluster_macros`; `units` of 16 tokens are a slice."""
+
+    open: Macro
+    invite: Macro
+    exchange: Macro
+    units: int
+
+
 def cluster_macros(
-    *, size: int, warpgroups: int, row_blocks: int, block_tokens: int, dtype: str, units: Any, stages: int, each: int,
-    stage_bytes: int, rings: SimpleNamespace,
-) -> SimpleNamespace:  # fmt: skip
-    """Macros `open`, `invite` and `exchange` among the `size` CTAs of a cluster that share a tile of `units` units of
-    k; `units` of the result are those of 16 tokens in a slice.
+    *, size: int, warpgroups: int, row_blocks: int, block_tokens: int, dtype: str, units: Expr, stages: int, each: int,
+    stage_bytes: int, rings: Ring,
+) -> Peers:  # fmt: skip
+    """Of the `size` CTAs of a cluster that share a tile of `units` units of k.
 
     A thread holds row_blocks * block_tokens / 2 sums in `dtype`. A unit of k fills `each` of the ring's `stages`, of
     which the buffer that the letters go to has `stage_bytes`; `rings` are its macros. The CTA of rank 0 has the last
@@ -30,8 +41,6 @@ def cluster_macros(
     Raises:
         ArgumentError: sums that do not fall into slices alike, or a ring without room for those of others.
     """
-    import tilelang.language as T
-
     of_tokens = row_blocks * block_tokens // (16 * size)
     vectors = 2 * of_tokens  # of four sums, in a slice
     threads = warpgroups * 128
@@ -57,10 +66,10 @@ def cluster_macros(
         else:
             at[0] = T.if_then_else(at[0] >= count, 0, T.min(at[0] + (3 + each), stages - count))
 
-    def scratch() -> Any:
+    def scratch() -> Expr:
         return None if known else T.alloc_local((1,), "int32")
 
-    def start(at: Any) -> Any:
+    def start(at: Place) -> Expr:
         """The first of the stages that letters go to."""
         return room.start if known else at[0]
 
@@ -122,4 +131,4 @@ def cluster_macros(
                         for e in T.unroll(4):
                             acc[(mine * vectors + v) * 4 + e] = acc[(mine * vectors + v) * 4 + e] + coming[e]
 
-    return SimpleNamespace(open=open, invite=invite, exchange=exchange, units=of_tokens)
+    return Peers(open, invite, exchange, of_tokens)

@@ -4,11 +4,13 @@ A head lies in the 16-byte vectors of a few neighbouring lanes, two for each: a 
 together are in one lane, whether they are halves of the head or neighbours.
 """
 
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import dataclass
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.tiles.calls import call
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.row_outputs import VECTOR
+from terrazzo.ops.tiles.types import Buffers, Call, Expr, Macro
 
 LAYOUTS = ("neox", "interleaved")
 """Which dims turn together: (i, i + R/2), or (2i, 2i + 1)."""
@@ -87,7 +89,8 @@ def check(*, head_dim: int, rotary_dim: int, layout: str, dtype: str, norm: str,
         raise ArgumentError("rotary_dim", rotary_dim, f"must be a multiple of 16 up to {head_dim}", "use head_dim")
 
 
-def heads(*, head_dim: int, rotary_dim: int, layout: str, dtype: str, norm: str, numerics: str) -> SimpleNamespace:
+@dataclass(frozen=True)
+class Heads:
     """Shapes and macros of heads in lanes.
 
     Attributes:
@@ -97,8 +100,20 @@ def heads(*, head_dim: int, rotary_dim: int, layout: str, dtype: str, norm: str,
         factor(h, eps): RMSNorm's of the heads in v, by all lanes. norm(h, W, j): v times it and the weights W.
         turn(h, COS, SIN, at, j): v turned by row `at` of the tables.
     """
-    import tilelang.language as T
 
+    lanes: int
+    used: int
+    bf16: str
+    first: Call
+    second: Call
+    state: Call
+    factor: Macro
+    norm: Macro
+    turn: Macro
+
+
+def heads(*, head_dim: int, rotary_dim: int, layout: str, dtype: str, norm: str, numerics: str) -> Heads:
+    """Shapes and macros of heads in lanes."""
     lanes, pairs = lanes_of(head_dim), layout == "interleaved"
     model, bf16 = numerics == "model", str(dtype == "bfloat16").lower()
     rounds = (2 if norm == "llama" else 1) if model else 0
@@ -106,17 +121,16 @@ def heads(*, head_dim: int, rotary_dim: int, layout: str, dtype: str, norm: str,
     turned = f"tz_turn8<{bf16}, {str(pairs).lower()}, {str(model).lower()}>"
     normed = f"tz_head_norm8<{bf16}, {str(norm == 'gemma').lower()}, {rounds}>"
 
-    def state() -> SimpleNamespace:
+    def state() -> Buffers:
         sizes = {"v": 2 * VECTOR, "c": VECTOR, "s": VECTOR, "f": 1}
-        made = {name: T.alloc_local((size,), "float32") for name, size in sizes.items()}
-        return SimpleNamespace(x=T.alloc_local((4,), "uint32"), **made)
+        return Buffers(**{name: (size, "float32") for name, size in sizes.items()}, x=(4, "uint32"))
 
-    def first(j: Any) -> Any:
+    def first(j: Expr) -> Expr:
         if pairs:
             return 2 * j * VECTOR
         return T.if_then_else(j < half // VECTOR, j * VECTOR, rotary_dim + 2 * (j - half // VECTOR) * VECTOR)
 
-    def second(j: Any) -> Any:
+    def second(j: Expr) -> Expr:
         if pairs:
             return 2 * j * VECTOR + VECTOR
         passed = rotary_dim + 2 * (j - half // VECTOR) * VECTOR + VECTOR
@@ -124,12 +138,12 @@ def heads(*, head_dim: int, rotary_dim: int, layout: str, dtype: str, norm: str,
 
     @T.macro
     def factor(h, eps):
-        h.f[0] = T.call_extern("float32", f"tz_head_squares<{lanes}>", T.access_ptr(h.v, "r"))
+        h.f[0] = call(f"head_squares<{lanes}>", T.access_ptr(h.v, "r"), returns="float32")
         h.f[0] = T.rsqrt(h.f[0] / T.float32(head_dim) + eps)
 
     @T.macro
     def norm_vector(h, i, W, at):
-        T.call_extern("handle", "tz_head_weights8", T.access_ptr(h.x, "w", 4), T.access_ptr(W[at], "r", VECTOR))
+        call("head_weights8", T.access_ptr(h.x, "w", 4), T.access_ptr(W[at], "r", VECTOR))
         T.call_extern("handle", normed, T.access_ptr(h.v[i], "rw", VECTOR), T.access_ptr(h.x, "r", 4), h.f[0])
 
     @T.macro
@@ -140,15 +154,8 @@ def heads(*, head_dim: int, rotary_dim: int, layout: str, dtype: str, norm: str,
     @T.macro
     def turn(h, COS, SIN, at, j):
         if j < half // VECTOR:
-            T.call_extern(
-                "handle", "tz_load_floats8", T.access_ptr(h.c, "w"), T.access_ptr(COS[at, j * VECTOR], "r", 8)
-            )
-            T.call_extern(
-                "handle", "tz_load_floats8", T.access_ptr(h.s, "w"), T.access_ptr(SIN[at, j * VECTOR], "r", 8)
-            )
+            call("load_floats8", T.access_ptr(h.c, "w"), T.access_ptr(COS[at, j * VECTOR], "r", 8))
+            call("load_floats8", T.access_ptr(h.s, "w"), T.access_ptr(SIN[at, j * VECTOR], "r", 8))
             T.call_extern("handle", turned, T.access_ptr(h.v, "rw"), T.access_ptr(h.c, "r"), T.access_ptr(h.s, "r"))
 
-    return SimpleNamespace(
-        lanes=lanes, used=head_dim // 16, bf16=bf16, first=first, second=second, state=state, factor=factor,
-        norm=norm_head, turn=turn,
-    )  # fmt: skip
+    return Heads(lanes, head_dim // 16, bf16, first, second, state, factor, norm_head, turn)

@@ -5,30 +5,63 @@ weights and whose second one fills them with tokens. Both walk over the same seg
 its sums are shared or stored (shares.py).
 """
 
-from types import SimpleNamespace
+from dataclasses import dataclass
+from typing import Protocol
 
+from terrazzo.ops.tiles.cluster_shares import Peers
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.program import REGISTERS
+from terrazzo.ops.tiles.scheduler import Ring, Tiles, Tokens, plan_state, ring_state, segment_state, table_state
+from terrazzo.ops.tiles.shares import slice_state
+from terrazzo.ops.tiles.types import Buffers, Macro
 
 
-def pipeline_macros(
-    steps: SimpleNamespace, *, block_tokens: int, warpgroups: int, tokens: SimpleNamespace, tiles: SimpleNamespace,
-    rings: SimpleNamespace, peers: SimpleNamespace, tail: SimpleNamespace, experts: int, cluster: int, per_sm: int = 1,
-) -> SimpleNamespace:  # fmt: skip
-    """Macro `run`.
+@dataclass(frozen=True)
+class Steps:
+    """What is the program's own, macros over `io`, which holds its buffers and registers.
 
-    Args:
-        steps: what is the program's own, macros over `io`, which holds its buffers and registers:
-            fill_weights(io, c, kb), fill_tokens(io, c, kb): a producer's unit of k, stage by stage of the ring;
-            open(io, ring): once, what a consumer finds while the kernel before still runs;
-            begin(io, ring, c, wg, wt): of a segment, sums of nothing;
-            unit(io, place, follows), drain(io): see `consume` of the ring's macros;
-            end(io, ring, c, lane): of a segment, sums that are complete, and the last stage given back.
-        tokens, tiles, rings, peers, tail: of `expert_macros`, `partition_macros`, `ring_macros`, `cluster_macros` and
-            `finish_macros`.
+    Attributes:
+        fill_weights(io, c, kb), fill_tokens(io, c, kb): a producer's unit of k, stage by stage of the ring.
+        open(io, ring): once, what a consumer finds while the kernel before still runs.
+        begin(io, ring, c, wg, wt): of a segment, sums of nothing.
+        unit(io, place, follows), drain(io): see `consume` of the ring's macros.
+        end(io, ring, c, lane): of a segment, sums that are complete, and the last stage given back.
     """
-    import tilelang.language as T
 
-    consumers = warpgroups * 128
+    fill_weights: Macro
+    fill_tokens: Macro
+    open: Macro
+    begin: Macro
+    unit: Macro
+    drain: Macro
+    end: Macro
+
+
+@dataclass(frozen=True)
+class Work:
+    """Who computes which segment of which tile, and what becomes of its sums: what the modules of these types make."""
+
+    tokens: Tokens
+    tiles: Tiles
+    rings: Ring
+    finish: Macro
+    peers: Peers | None = None
+
+
+class Schedule(Protocol):
+    """Of a CTA, as a schedule or a program's shape has it."""
+
+    block_tokens: int
+    warpgroups: int
+    cluster: int
+    per_sm: int
+
+
+def pipeline_macro(steps: Steps, work: Work, schedule: Schedule, experts: int = 0) -> Macro:
+    """Macro `run`: a CTA, from its buffers on."""
+    block_tokens, warpgroups, cluster = schedule.block_tokens, schedule.warpgroups, schedule.cluster
+    consumers, registers = warpgroups * 128, REGISTERS[warpgroups, schedule.per_sm]
+    tokens, tiles, rings, finish, peers = work.tokens, work.tiles, work.rings, work.finish, work.peers
 
     @T.macro
     def locate(io, c):
@@ -36,12 +69,17 @@ def pipeline_macros(
         tokens.locate(io.Es, c, io.X.shape[0])
 
     @T.macro
-    def run(io, p, c, x, ring, table, parts, grid, cta):
+    def run(io, parts, grid, cta):
         """The CTA, from its buffers on.
 
         io: beside what the steps want X, Es, the barriers `empty` and `ready`, and WS, SEM, `acc` and `to` as `finish`
         wants them. parts: the kernel's own, shared tiles or offsets of experts.
         """
+        p = plan_state()
+        c = segment_state()
+        x = slice_state()
+        ring = ring_state()
+        table = table_state()
         tx = T.get_thread_binding()
         rings.reset(ring)
         T.pdl_trigger()
@@ -57,8 +95,8 @@ def pipeline_macros(
         )
         tiles.plan(p, cta, ctas, sk, mt)
         if tx >= consumers:
-            T.dec_max_nreg(REGISTERS[warpgroups, per_sm][0])
-            fill = SimpleNamespace(**vars(io), ring=ring, leader=tx == consumers, leader_of_tokens=tx == consumers + 32)
+            T.dec_max_nreg(registers[0])
+            fill = Buffers(**vars(io), ring=ring, leader=tx == consumers, leader_of_tokens=tx == consumers + 32)
             if tx < consumers + 32:  # weights do not depend on the kernel before: the first ring comes while it runs
                 tiles.each_unit(steps.fill_weights, fill, locate, p, c, cta, ctas, sk, mt)
             elif tx < consumers + 64:  # X: a warp of its own, whose first copy waits behind none of the weights'
@@ -69,7 +107,7 @@ def pipeline_macros(
                 if p.among[0] > 0:
                     peers.invite(io.empty, ring, io.ready, cta, tx - consumers)
         else:
-            T.inc_max_nreg(REGISTERS[warpgroups, per_sm][1])
+            T.inc_max_nreg(registers[1])
             wg = tx // 128
             wt = tx % 128
             lane = tx % 32
@@ -80,31 +118,41 @@ def pipeline_macros(
                 tiles.segment(p, c, seg, cta, ctas, sk, mt)
                 tokens.locate(io.Es, c, io.X.shape[0])
                 steps.begin(io, ring, c, wg, wt)
-                work = SimpleNamespace(**vars(io), lane=lane, wg=wg, wt=wt)
+                work = Buffers(**vars(io), lane=lane, wg=wg, wt=wt)
                 rings.consume(steps.unit, steps.drain, work, ring, c.k1[0] - c.k0[0])
                 steps.end(io, ring, c, lane)
-                tail.finish(io.WS, io.SEM, io.acc, io.to, p, c, x, cta, ctas, sk, wg, wt)
+                finish(io.WS, io.SEM, io.acc, io.to, p, c, x, cta, ctas, sk, wg, wt)
 
-    return SimpleNamespace(run=run)
+    return run
 
 
-def role_macros(
-    steps: SimpleNamespace, *, block_tokens: int, warpgroups: int, tiles: SimpleNamespace, rings: SimpleNamespace,
-    tokens: SimpleNamespace | None = None,
-) -> SimpleNamespace:  # fmt: skip
+@dataclass(frozen=True)
+class RoleSteps:
+    """As `Steps`, where a segment is the program's own.
+
+    Attributes:
+        open(io, ring, wg, wt): once, what a consumer finds while the kernel before still runs.
+        segment(io, c, ring, wg, wt, lane, cta, grid, sk): a segment, to its end.
+        enter(wg), leave(wg): in front of the first segment and behind the last; None: nothing.
+    """
+
+    fill_weights: Macro
+    fill_tokens: Macro
+    open: Macro
+    segment: Macro
+    enter: Macro | None = None
+    leave: Macro | None = None
+
+
+def role_macro(steps: RoleSteps, schedule: Schedule, tiles: Tiles, rings: Ring, tokens: Tokens | None = None) -> Macro:
     """Macro `run`, for programs whose registers are short: each role makes its own plan, as one made before the roles
     part would live in the registers of both; and what a segment is, phases or an order of its own, the program says.
 
-    Args:
-        steps: macros fill_weights and fill_tokens as of `pipeline_macros`; open(io, ring, wg, wt): once, what a
-            consumer finds while the kernel before still runs; enter(wg) and leave(wg), or None: in front of the first
-            segment and behind the last; segment(io, c, ring, wg, wt, lane, cta, grid, sk): a segment, to its end.
-        tokens: of `expert_macros`, where the tokens are those of experts; then `run` takes their offsets in the place
-            of shared tiles, `io` holds Es and `table`, and weights wait for the kernel before, as all of the plan does.
+    tokens: where they are those of experts; then `run` takes their offsets in the place of shared tiles, `io` holds Es
+    and `table`, and weights wait for the kernel before, as all of the plan does.
     """
-    import tilelang.language as T
-
-    consumers = warpgroups * 128
+    block_tokens, consumers = schedule.block_tokens, schedule.warpgroups * 128
+    registers = REGISTERS[schedule.warpgroups, 1]
 
     @T.macro
     def locate(io, c):
@@ -124,8 +172,8 @@ def role_macros(
         T.pdl_sync()
         tokens.tabulate(io.Es, offsets, io.X.shape[0])
         if tx >= consumers:
-            T.dec_max_nreg(REGISTERS[warpgroups, 1][0])
-            fill = SimpleNamespace(**vars(io), ring=ring, leader=tx == consumers, leader_of_tokens=tx == consumers + 32)
+            T.dec_max_nreg(registers[0])
+            fill = Buffers(**vars(io), ring=ring, leader=tx == consumers, leader_of_tokens=tx == consumers + 32)
             if tx < consumers + 64:
                 tokens.share(io.Es, e, grid)
                 tiles.plan(p, cta, e.grid[0], e.shared[0], e.blocks[0])
@@ -136,7 +184,7 @@ def role_macros(
                 else:
                     tiles.each_unit(steps.fill_tokens, fill, locate, p, c, cta, e.grid[0], e.shared[0], e.blocks[0])
         else:
-            T.inc_max_nreg(REGISTERS[warpgroups, 1][1])
+            T.inc_max_nreg(registers[1])
             tokens.share(io.Es, e, grid)
             tiles.plan(p, cta, e.grid[0], e.shared[0], e.blocks[0])
             wg = tx // 128
@@ -156,8 +204,8 @@ def role_macros(
         rings.reset(ring)
         T.pdl_trigger()
         if tx >= consumers:
-            T.dec_max_nreg(REGISTERS[warpgroups, 1][0])
-            fill = SimpleNamespace(**vars(io), ring=ring, leader=tx == consumers, leader_of_tokens=tx == consumers + 32)
+            T.dec_max_nreg(registers[0])
+            fill = Buffers(**vars(io), ring=ring, leader=tx == consumers, leader_of_tokens=tx == consumers + 32)
             if tx < consumers + 32:  # weights do not depend on the kernel before: the first ring comes while it runs
                 tiles.plan(p, cta, grid, sk, T.ceildiv(m, block_tokens))
                 tiles.each_unit(steps.fill_weights, fill, None, p, c, cta, grid, sk, T.ceildiv(m, block_tokens))
@@ -166,7 +214,7 @@ def role_macros(
                 T.pdl_sync()
                 tiles.each_unit(steps.fill_tokens, fill, locate, p, c, cta, grid, sk, T.ceildiv(m, block_tokens))
         else:
-            T.inc_max_nreg(REGISTERS[warpgroups, 1][1])
+            T.inc_max_nreg(registers[1])
             tiles.plan(p, cta, grid, sk, T.ceildiv(m, block_tokens))
             wg = tx // 128
             wt = tx % 128
@@ -183,4 +231,4 @@ def role_macros(
             if steps.leave is not None:
                 steps.leave(wg)
 
-    return SimpleNamespace(run=run if tokens is None else run_experts)
+    return run if tokens is None else run_experts

@@ -1,8 +1,14 @@
 """What the tile programs agree on: pass options, and the registers and limits of tiles on wgmma."""
 
-from typing import Any
+from collections.abc import Callable
+from inspect import signature
+from typing import TYPE_CHECKING, TypeVar
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.tiles.types import Scalar
+
+if TYPE_CHECKING:
+    from terrazzo.schedules.stream_k import StreamK
 
 OWN_BARRIERS = (  # placed by hand: the automatic ones stand around every access by a primitive
     ("tl.disable_thread_storage_sync", True),
@@ -14,20 +20,18 @@ REGISTERS = {
 }  # fmt: skip
 """(Warpgroups that multiply, beside one of producers; CTAs on an SM) -> registers of a producer's thread, of theirs."""
 
+_T = TypeVar("_T")
 
-def check_tile(schedule: Any) -> None:
-    """Refuse a tile on wgmma that no kernel can be compiled for.
 
-    Args:
-        schedule: with block_tokens, warpgroups, stages, legal(), and row_blocks where a warpgroup may have several.
+def take(kind: Callable[..., _T], params: dict[str, Scalar]) -> _T:
+    """What `kind` makes of those of a builder's parameters that are its own; they leave `params`."""
+    return kind(**{name: params.pop(name) for name in signature(kind).parameters if name in params})
 
-    Raises:
-        ArgumentError: more sums than registers, or a ring of one stage.
-    """
+
+def check_tile(schedule: "StreamK") -> None:
+    """Raise ArgumentError for a tile on wgmma with more sums than registers, or with a ring of one stage."""
     if not schedule.legal():
-        warpgroups = f"{schedule.warpgroups} warpgroups"
-        if hasattr(schedule, "row_blocks"):
-            warpgroups += f" of {schedule.row_blocks} row blocks"
+        warpgroups = f"{schedule.warpgroups} warpgroups of {schedule.row_blocks} row blocks"
         raise ArgumentError(
             "block_tokens", schedule.block_tokens, f"is too wide for {warpgroups} (registers)", "take fewer of them"
         )

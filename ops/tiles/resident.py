@@ -1,9 +1,6 @@
 """What programs share that keep their slice of X in shared memory while each warp streams weights (small batches)."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
@@ -21,6 +18,8 @@ from terrazzo.ops.tiles.calls import (
     send16,
     zero16,
 )
+from terrazzo.ops.tiles.language import T
+from terrazzo.ops.tiles.types import Buffer, Call, Expr, Macro
 from terrazzo.schedules.clusters import PAIR
 from terrazzo.schedules.problem import TOKENS_PER_TILE
 
@@ -35,20 +34,27 @@ ROW_WORDS = 8
 @dataclass(frozen=True)
 class Split:
     """How work is divided: `items` of ITEM_K k by `tiles` row tiles of 16 among kc x nc CTAs, the items of a CTA among
-    its warps; a warp takes `chunk` row tiles at a time. `tiles` and `nc` may come with a launch, as expressions.
+    its warps; a warp takes `chunk` row tiles at a time. `tiles` and `nc` may come with a launch, as expressions. Others
+    as of `schedules.small_batch.SmallBatch`.
 
     Raises:
-        ArgumentError: more warps than items of a CTA.
+        ArgumentError: more warps than items of a CTA, or other tokens than the token tiles serve.
     """
 
     items: int
-    tiles: Any
+    tiles: Expr
+    token_tiles: int
     kc: int
-    nc: Any
+    nc: Expr
     warps: int
     chunk: int
+    stages: int
+    cluster: int = 1
+    joined: bool = False
+    tokens: int = 0
 
     def __post_init__(self) -> None:
+        resident_rows(self.token_tiles, self.tokens)
         if self.warps > self.items // self.kc:  # TileLang drops the guard of a loop that runs zero times or once
             most = self.items // self.kc
             raise ArgumentError(
@@ -59,6 +65,11 @@ class Split:
     def known(self) -> bool:
         """Whether the kernel knows how many row tiles there are."""
         return isinstance(self.tiles, int)
+
+    @property
+    def rows(self) -> int:
+        """Rows of X that a CTA holds, the most tokens of a launch."""
+        return resident_rows(self.token_tiles, self.tokens)
 
     @property
     def threads(self) -> int:
@@ -104,8 +115,6 @@ def x_bytes(target: Target, rows: int, pitch: int, ring: int) -> int:
 def x_row(token_tiles: int, rows: int, t, lane):
     """Resident row of token `lane` % 8 of token tile t. The last tile may have fewer than 8: what is computed for
     tokens that do not exist is not read, so they take the rows of others."""
-    import tilelang.language as T
-
     last = rows - (token_tiles - 1) * TOKENS_PER_TILE
     if last == TOKENS_PER_TILE:
         return t * TOKENS_PER_TILE + lane % TOKENS_PER_TILE
@@ -126,21 +135,42 @@ def cluster_shape(target: Target, kc: int, cluster: int, joined: bool) -> dict[s
     return dict(cluster_dims=shape) if max(shape) > 1 else {}
 
 
-def resident_macros(
-    split: Split, *, k: int, rows: int, pitch: int, size: int, bulk_copies: bool, cluster: int = 1
-) -> SimpleNamespace:
-    """Macros `place` of a CTA; `clear`, `fetch` and `wait` for X [m, k] in elements of `size` bytes; `fetch_scales`.
+@dataclass(frozen=True)
+class Share:
+    """Row tiles [t0, t1), in `chunks`, and items k0 .. k0 + kn - 1 of a CTA; of these a warp has gn from kg = k0 + g0
+    on."""
+
+    t0: Expr
+    t1: Expr
+    chunks: Expr
+    k0: Expr
+    kn: Expr
+    g0: Expr
+    gn: Expr
+    kg: Expr
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Macros `place`, which finds a `Share`; `clear`, `fetch` and `wait` for X; `fetch_scales`."""
+
+    place: Macro
+    clear: Macro
+    fetch: Macro
+    fetch_scales: Macro
+    wait: Macro
+
+
+def resident_macros(split: Split, *, k: int, pitch: int, size: int, bulk_copies: bool) -> Resident:
+    """Of X [m, k] in elements of `size` bytes; the CTAs of a cluster share the load by multicast.
 
     Args:
         k: columns of X, a multiple of 16 bytes; the items of `split` cover them.
-        rows: of the resident slice, m at most; those from m on become zero.
-        pitch: elements of a row of the slice, Xs [rows * pitch] in shared memory.
+        pitch: elements of a row of the slice, Xs [rows * pitch] in shared memory; rows from m on become zero.
         bulk_copies: of whole rows, so that they do not queue behind the first weights.
-        cluster: CTAs with the same slice, which share the load by multicast.
     """
-    import tilelang.language as T
-
     vec, threads, kp = 16 // size, split.threads, split.items * ITEM_K
+    rows, cluster = split.rows, split.cluster
     chunks = split.cta_items * ITEM_K // vec  # 16-byte pieces of a row
     copies = rows * chunks
     # of a row, so that about every warp asks for one piece: one thread for all rows took 2 to 3 % more (4096 x 4096)
@@ -164,8 +194,7 @@ def resident_macros(
 
     @T.macro
     def place(bk, bn, warp):
-        """Row tiles [t0, t1), in `chunks`, and items k0 .. k0 + kn - 1 of CTA (bk, bn); of these its warp `warp` has gn
-        from kg = k0 + g0 on."""
+        """What warp `warp` of CTA (bk, bn) does."""
         even = split.items % split.kc == 0 and (split.items // split.kc) % split.warps == 0
         t0, t1, chunks = tiles_of(bn) if split.known else kept_tiles_of(bn)
         k0 = bk * split.items // split.kc
@@ -173,7 +202,7 @@ def resident_macros(
         g0 = warp * kn // split.warps
         gn = kn // split.warps if even else (warp + 1) * kn // split.warps - g0
         kg = k0 + g0
-        return SimpleNamespace(t0=t0, t1=t1, chunks=chunks, k0=k0, kn=kn, g0=g0, gn=gn, kg=kg)
+        return Share(t0, t1, chunks, k0, kn, g0, gn, kg)
 
     @T.macro
     def clear(Xs, m, at, tx):
@@ -204,12 +233,9 @@ def resident_macros(
                 first = (e * split.warps + turn) % parts * part
                 if T.And(at_row < m, first < row_bytes):
                     bulk(
-                        Xs[at_row * pitch + first // size],
-                        X[at_row, at.k0 * ITEM_K + first // size],
-                        T.min(row_bytes - first, part),
-                        bar,
-                        cluster,
-                    )
+                        Xs[at_row * pitch + first // size], X[at_row, at.k0 * ITEM_K + first // size],
+                        T.min(row_bytes - first, part), bar, cluster,
+                    )  # fmt: skip
 
     @T.macro
     def fetch_async(X, Xs, bar, m, at, bn, tx):
@@ -244,18 +270,26 @@ def resident_macros(
         T.sync_threads()
 
     fetch = fetch_bulk if bulk_copies else fetch_async
-    return SimpleNamespace(place=place, clear=clear, fetch=fetch, fetch_scales=fetch_scales, wait=wait)
+    return Resident(place, clear, fetch, fetch_scales, wait)
 
 
-def unit_macros(*, token_tiles: int, rows: int, chunk: int, groups: int, stages: int, pitch: int) -> SimpleNamespace:
-    """Macros `issue` and `load_x` of 8-bit fragments; words of a ring `step`, of which the first `params` are codes.
+@dataclass(frozen=True)
+class Units:
+    """Macros `issue` and `load_x`; words of a ring `step`, of which the first `params` are codes."""
+
+    issue: Macro
+    load_x: Macro
+    params: int
+    step: int
+
+
+def unit_macros(split: Split, *, groups: int, pitch: int) -> Units:
+    """Of 8-bit fragments.
 
     A unit of 64 rows by 128 k, W [items, row blocks, words], is two blocks of 512 words and `groups` records of 32; a
-    step of a warp's ring in R holds those of `chunk` row tiles of 16. `rows` of X are resident, `pitch` bytes
-    apart.
+    step of a warp's ring in R holds those of a chunk of row tiles. Resident rows of X are `pitch` bytes apart.
     """
-    import tilelang.language as T
-
+    token_tiles, rows, chunk, stages = split.token_tiles, split.rows, split.chunk, split.stages
     params = chunk * 256
     record = groups * ROW_WORDS  # words of a row tile's parameters
     step = params + -(-chunk * record // 32) * 32  # 128-byte aligned
@@ -291,12 +325,11 @@ def unit_macros(*, token_tiles: int, rows: int, chunk: int, groups: int, stages:
                     Xs[x_row(token_tiles, rows, t, lane) * pitch + col + j * 64 + lane // 8 * 16],
                 )
 
-    return SimpleNamespace(issue=issue, load_x=load_x, params=params, step=step)
+    return Units(issue, load_x, params, step)
 
 
-def write_macro(n: int) -> Callable[..., None]:
+def write_macro(n: int) -> Macro:
     """Macro `write(Y, o4, tok, row)`: rows row .. row + 3 of a token, as far as y [M, n] has them."""
-    import tilelang.language as T
 
     @T.macro
     def write(Y, o4, tok, row):
@@ -311,23 +344,26 @@ def write_macro(n: int) -> Callable[..., None]:
     return write
 
 
-def pair_macros(split: Split, *, tokens: int, dtype: str, store: Callable[..., None], joined: bool) -> SimpleNamespace:
-    """Of `sum_macros`, where programs are `joined`: macros `open`, `send` and `add`; `mail()`.
+@dataclass(frozen=True)
+class Mail:
+    """Shared memory for the sums of others, and the mbarrier that counts them."""
+
+    inbox: Buffer
+    sent: Buffer
+
+
+def pair_macros(split: Split, dtype: str, store: Macro) -> tuple[Call, Macro, Macro, Macro]:
+    """Of `sum_macros`, where programs are `joined`: function `mail`, macros `open`, `send` and `add`.
 
     A pair of CTAs along k is a cluster; each adds the sums of its half of the rows, as they come to its inbox.
     """
-    import tilelang.language as T
-
-    threads = split.threads
+    threads, tokens, joined = split.threads, split.rows, split.joined
     quads = -(-split.most_rows // 4 // PAIR)  # of rows, that a CTA of a pair adds
     shares = split.kc // PAIR  # of the sums of a row, in WS
 
-    def mail() -> SimpleNamespace | None:
-        """Shared memory for the sums of others, and the mbarrier that counts them, where programs are `joined`."""
-        if not joined:
-            return None
-        words = PAIR * tokens * quads * 4
-        return SimpleNamespace(inbox=T.alloc_shared((words,), dtype), sent=T.alloc_barrier([1]))
+    def mail() -> Mail | None:
+        """Where programs are `joined`."""
+        return Mail(T.alloc_shared((PAIR * tokens * quads * 4,), dtype), T.alloc_barrier([1])) if joined else None
 
     def own_quads(bk, at):
         """How many quads of rows CTA bk of a pair adds: the first half or what is left."""
@@ -367,7 +403,7 @@ def pair_macros(split: Split, *, tokens: int, dtype: str, store: Callable[..., N
                 for i in T.unroll(4):
                     r4[i] = r4[i] + part[i]
                 if shares == 1:
-                    store(to, r4, tok, row)
+                    store(to, at, r4, tok, row)
                 else:
                     for i in T.vectorized(4):
                         WS[bk // PAIR, tok, row + i] = r4[i]
@@ -384,7 +420,7 @@ def pair_macros(split: Split, *, tokens: int, dtype: str, store: Callable[..., N
                     ldcg4(r4, WS[0, tok, row])
                     for kk in T.unroll(1, shares):
                         addcg4(r4, WS[kk, tok, row], dtype=dtype)
-                    store(to, r4, tok, row)
+                    store(to, at, r4, tok, row)
 
     @T.macro
     def add(WS, SEM, mail, to, r4, m, bk, bn, at, tx):
@@ -393,42 +429,42 @@ def pair_macros(split: Split, *, tokens: int, dtype: str, store: Callable[..., N
         if shares > 1:
             add_pairs(WS, SEM, to, r4, m, bk, bn, at, tx)
 
-    return SimpleNamespace(mail=mail, open=open, send=send, add=add)
+    return mail, open, send, add
 
 
-def sum_macros(
-    split: Split,
-    *,
-    token_tiles: int,
-    tokens: int,
-    dtype: str,
-    store: Callable[..., None],
-    floor: bool = False,
-    joined: bool = False,
-) -> SimpleNamespace:
-    """Macros `stage` and `add_warps`, for each chunk of row tiles, and `add_ctas`, after the last; Q, shared memory of
-    `words` sums, and the `place` of a sum in it.
+@dataclass(frozen=True)
+class Sums:
+    """Macros `stage` and `add_warps`, for each chunk of row tiles, and `add_ctas`, after the last, through Q, shared
+    memory of `words` sums; `mail()` makes what `joined` takes, whose macro `open` comes first."""
+
+    mail: Call
+    open: Macro
+    stage: Macro
+    add_warps: Macro
+    add_ctas: Macro
+    words: int
+
+
+def sum_macros(split: Split, dtype: str, store: Macro, *, floor: bool = False) -> Sums:
+    """How warps and CTAs add up.
 
     A thread's sums `acc` are four 32-bit values of each row tile and 8 tokens. Warps and then CTAs are added in order,
-    these through WS [kc, tokens, rows] and a counter in SEM for each row range; if joined, [kc / 2, tokens, rows] and
-    two counters.
+    these through WS [kc, tokens, rows] and a counter in SEM for each row range. If joined, [kc / 2, tokens, rows] and
+    two counters: pairs of CTAs along k are clusters, and each adds the sums of its half of the rows, as they come to
+    its inbox. A single pair needs no workspace, no fence, and nobody who adds all.
 
     Args:
-        tokens: that a launch has at most; the columns of others are dropped.
         dtype: of the sums, "int32" or "float32".
-        store: macro `store(to, r4, tok, row)` of four sums r4, rows row .. row + 3 of a token; `to` is the program's.
+        store: macro `store(to, at, r4, tok, row)` of four sums r4, rows row .. row + 3 of a token; `to` is of
+            the program.
         floor: divide as Python does. The numbers are not negative, but the compiler does not know it.
-        joined: pairs of CTAs along k are clusters; each adds the sums of its half of the rows, as they come to its
-            inbox. A single pair needs no workspace, no fence, and nobody who adds all. `mail()` makes what that takes,
-            macro `open` comes first.
     """
-    import tilelang.language as T
-
-    nt, threads, warps, chunk, kc = token_tiles, split.threads, split.warps, split.chunk, split.kc
+    nt, threads, warps, chunk, kc = split.token_tiles, split.threads, split.warps, split.chunk, split.kc
+    tokens, joined = split.rows, split.joined
     divide, modulo = (T.floordiv, T.floormod) if floor else (T.truncdiv, T.truncmod)
     pitch = chunk * 16 + 4  # partial tiles [token][row]: stores and vector loads without bank conflicts
     part = tokens * pitch
-    pairs = pair_macros(split, tokens=tokens, dtype=dtype, store=store, joined=joined)
+    mail, open, send, add = pair_macros(split, dtype, store)
 
     def place(warp, lane, tile, t, i):
         """Where in Q sum i of a lane's four of row tile `tile` and token tile t lies."""
@@ -462,18 +498,18 @@ def sum_macros(
                     for i in T.vectorized(4):
                         r4[i] = r4[i] + Q[wi * part + tok * pitch + row + i]
                 if joined:
-                    pairs.send(mail, r4, bk, tok, ci * chunk * 4 + row // 4)
+                    send(mail, r4, bk, tok, ci * chunk * 4 + row // 4)
                 elif kc > 1:
                     for i in T.vectorized(4):
                         WS[bk, tok, (at.t0 + ci * chunk) * 16 + row + i] = r4[i]
                 else:
-                    store(to, r4, tok, (at.t0 + ci * chunk) * 16 + row)
+                    store(to, at, r4, tok, (at.t0 + ci * chunk) * 16 + row)
 
     @T.macro
     def add_ctas(WS, SEM, mail, to, r4, m, bk, bn, at, tx):
         """The last CTA of a row range adds the partial sums of all of them; or of pairs, each for its half."""
         if joined:
-            pairs.add(WS, SEM, mail, to, r4, m, bk, bn, at, tx)
+            add(WS, SEM, mail, to, r4, m, bk, bn, at, tx)
         elif kc > 1:
             if last_arrival(SEM[bn], kc):
                 for e in T.serial(T.ceildiv((at.t1 - at.t0) * 4 * T.min(m, tokens), threads)):
@@ -483,9 +519,6 @@ def sum_macros(
                         ldcg4(r4, WS[0, tok, row])
                         for kk in T.unroll(1, kc):
                             addcg4(r4, WS[kk, tok, row], dtype=dtype)
-                        store(to, r4, tok, row)
+                        store(to, at, r4, tok, row)
 
-    return SimpleNamespace(
-        mail=pairs.mail, open=pairs.open, place=place, stage=stage, add_warps=add_warps, add_ctas=add_ctas,
-        words=warps * part,
-    )  # fmt: skip
+    return Sums(mail, open, stage, add_warps, add_ctas, warps * part)

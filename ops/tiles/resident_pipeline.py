@@ -4,40 +4,54 @@ A CTA's slice of X stays in shared memory while each warp streams its own weight
 no barrier in the main loop: warps meet where their sums are added, once for each `chunk` of row tiles.
 """
 
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import dataclass
 
 from terrazzo.ops.tiles.calls import cp_wait, syncwarp
-from terrazzo.ops.tiles.resident import Split
+from terrazzo.ops.tiles.language import T
+from terrazzo.ops.tiles.resident import Resident, Split, Sums
+from terrazzo.ops.tiles.types import Macro
 
 
-def nothing(*_: Any) -> None:
+def nothing(*_: object) -> None:
     """A step that a program does not have."""
 
 
-def walk_macro(
-    steps: SimpleNamespace, *, split: Split, resident: SimpleNamespace, sums: SimpleNamespace, stages: int,
-    step_words: int, token_tiles: int, pdl: bool, joined: bool,
-) -> Any:  # fmt: skip
-    """Macro `walk(io, m, bk, bn, at, warp, lane, tx)`: CTA (bk, bn), whose place is `at`, from its buffers on.
+@dataclass(frozen=True)
+class Steps:
+    """What is the program's own, macros over `io`.
 
-    Args:
-        steps: what is the program's own, macros over `io`:
-            issue(io, at, base, q, lane): step q of the warp's ring, which begins at word `base`, is on its way;
-            before(io, at, tx), behind(io, at, tx): what is fetched in front of the first weights and behind them, and
-            depends on no other kernel; tokens(io, m, tx, at): behind X; open(io, at, lane): once X is there;
-            item(io, at, gi, slot, lane): the gi-th item of the warp by the row tiles of a chunk, whose words begin at
+    Attributes:
+        issue(io, at, base, q, lane): step q of the warp's ring, which begins at word `base`, is on its way.
+        item(io, at, gi, slot, lane): the gi-th item of the warp by the row tiles of a chunk, whose words begin at
             `slot`: load, convert, multiply. They join `io.acc`.
-        resident, sums: of `resident_macros` and `sum_macros`. step_words: of a ring of `stages` steps.
+        before(io, at, tx), behind(io, at, tx): what is fetched in front of the first weights and behind them, and
+            depends on no other kernel.
+        tokens(io, m, tx, at): behind X. open(io, at, lane): once X is there.
+    """
+
+    issue: Macro
+    item: Macro
+    before: Macro = nothing
+    behind: Macro = nothing
+    tokens: Macro = nothing
+    open: Macro = nothing
+
+
+def walk_macro(steps: Steps, split: Split, resident: Resident, sums: Sums, *, step_words: int, pdl: bool) -> Macro:
+    """Macro `walk(io, m, bk, bn)`: CTA (bk, bn), from its buffers on.
+
+    step_words: of a step of a warp's ring.
 
     `io` holds X, Xs, xbar, Q, WS, SEM, mail, r4 and `to` as those want them, and `acc` [chunk * token_tiles * 4].
     """
-    import tilelang.language as T
-
-    chunk = split.chunk
+    chunk, token_tiles, stages, joined = split.chunk, split.token_tiles, split.stages, split.joined
 
     @T.macro
-    def walk(io, m, bk, bn, at, warp, lane, tx):
+    def walk(io, m, bk, bn):
+        tx = T.get_thread_binding()
+        warp = tx // 32
+        lane = tx % 32
+        at = resident.place(bk, bn, warp)
         base = warp * stages * step_words
         if joined:
             sums.open(io.mail, m, bk, at, tx)

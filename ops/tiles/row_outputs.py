@@ -5,12 +5,13 @@ vector of each lane are two blocks of 128, of 16 lanes each. A row's scale needs
 threads; a block's needs that of 16 lanes alone.
 """
 
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import dataclass
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.tiles.calls import place, wait_together
+from terrazzo.ops.tiles.calls import call, place, wait_together
+from terrazzo.ops.tiles.language import T
+from terrazzo.ops.tiles.types import Call, Expr, Macro
 
 VECTOR = 8  # values of one 16-byte load
 BLOCK = 128  # columns of a block scale
@@ -120,11 +121,12 @@ def check(
         raise ArgumentError("warps", (warps, rows, vectors), f"do not hold rows of {k} values", "choose() them")
 
 
-def outputs(*, k: int, dtype: str, output: str, column_scales: bool, warps: int, vectors: int) -> SimpleNamespace:
+@dataclass(frozen=True)
+class Outputs:
     """Shapes and macros of what a row leaves as.
 
     Attributes:
-        codes, blocks, integer, largest, tiny: of the form. width: columns of codes.
+        codes, block, integer: of the form. width: columns of codes.
         codes_shape, scales_shape, sums_shape: of Q, XS and RS for m rows (mp: m rounded up to 4).
         column: where vector v of a thread of a row begins.
         scan(m, v, i): vector i joins the largest magnitude of its row, where a row has one scale.
@@ -132,48 +134,54 @@ def outputs(*, k: int, dtype: str, output: str, column_scales: bool, warps: int,
             CTAs share a row, `lane` counts through them, and `join` makes the sum of codes that of all in the first.
         store(Y, ...): all vectors in 16 bits, times a factor.
     """
-    import tilelang.language as T
 
+    codes: str
+    block: bool
+    integer: bool
+    width: int
+    column: Call
+    scan: Macro
+    emit: Macro
+    store: Macro
+    codes_shape: Call
+    scales_shape: Call
+    sums_shape: Call
+
+
+def outputs(*, k: int, dtype: str, output: str, column_scales: bool, warps: int, vectors: int) -> Outputs:
+    """Shapes and macros of what a row leaves as."""
     codes, block = output.partition("_")[0], "_" in output
     integer, width, blocks = codes == "int8", padded_columns(k), -(-k // BLOCK)
     largest, tiny = FORMS.get(codes, (1, 0.0))
     bf16 = str(dtype == "bfloat16").lower()
     convert = f"tz_row_{'quantize' if integer else 'e4m3'}<{bf16}, 2>"
 
-    def column(v: Any, lane: Any) -> Any:
+    def column(v: Expr, lane: Expr) -> Expr:
         return (lane // 32 * 32 * vectors + v * 32 + lane % 32) * VECTOR
 
     @T.macro
     def scan(m, v, i):
         if not block:
-            T.call_extern("handle", "tz_values_scan", T.access_ptr(m, "rw"), T.access_ptr(v[i * VECTOR], "r", VECTOR))
+            call("values_scan", T.access_ptr(m, "rw"), T.access_ptr(v[i * VECTOR], "r", VECTOR))
 
     @T.macro
     def store(Y, v, factor, row, lane, wanted):
         for i in T.unroll(vectors):
             at = column(i, lane)
             if T.And(wanted, at < k):
-                T.call_extern(
-                    "handle",
-                    f"tz_values_store<{bf16}>",
-                    T.access_ptr(Y[row, at], "w", VECTOR),
-                    T.access_ptr(v[i * VECTOR], "r", VECTOR),
-                    factor,
-                )
+                call(
+                    f"values_store<{bf16}>", T.access_ptr(Y[row, at], "w", VECTOR),
+                    T.access_ptr(v[i * VECTOR], "r", VECTOR), factor,
+                )  # fmt: skip
 
     @T.macro
     def convert_vector(Q, v, i, total, inverse, row, lane, wanted):
         at = column(i, lane)
         if T.And(wanted, at < width):
             T.call_extern(
-                "handle",
-                convert,
-                T.access_ptr(Q[row, at], "w", VECTOR),
-                T.access_ptr(total, "rw"),
-                T.access_ptr(v[i * VECTOR], "r", 1),
-                T.access_ptr(v[i * VECTOR], "r", VECTOR),
-                inverse,
-            )
+                "handle", convert, T.access_ptr(Q[row, at], "w", VECTOR), T.access_ptr(total, "rw"),
+                T.access_ptr(v[i * VECTOR], "r", 1), T.access_ptr(v[i * VECTOR], "r", VECTOR), inverse,
+            )  # fmt: skip
 
     @T.macro
     def emit_rows(Q, XS, RS, v, m, f, total, scale, shared, row, lane, wanted, join):
@@ -181,7 +189,7 @@ def outputs(*, k: int, dtype: str, output: str, column_scales: bool, warps: int,
         for i in T.unroll(vectors):
             convert_vector(Q, v, i, total, f[0], row, lane, wanted)
         if integer:
-            total[0] = T.call_extern("int32", f"tz_row_sum<{warps}>", total[0], T.access_ptr(shared, "rw", warps))
+            total[0] = call(f"row_sum<{warps}>", total[0], T.access_ptr(shared, "rw", warps), returns="int32")
             if join is not None:
                 join(total)
         if T.And(wanted, lane == 0):
@@ -192,7 +200,7 @@ def outputs(*, k: int, dtype: str, output: str, column_scales: bool, warps: int,
     @T.macro
     def emit_blocks(Q, XS, v, f, total, scale, row, lane, wanted):
         for i in T.unroll(vectors):
-            f[1] = T.call_extern("float32", "tz_block_largest", T.access_ptr(v[i * VECTOR], "r", VECTOR))
+            f[1] = call("block_largest", T.access_ptr(v[i * VECTOR], "r", VECTOR), returns="float32")
             f[0] = T.if_then_else(f[1] < T.float32(tiny), T.float32(0), T.float32(largest) / f[1])
             convert_vector(Q, v, i, total, f[0], row, lane, wanted)
             at = column(i, lane)
@@ -211,31 +219,34 @@ def outputs(*, k: int, dtype: str, output: str, column_scales: bool, warps: int,
         else:
             emit_rows(Q, XS, RS, v, m, f, total, scale, shared, row, lane, wanted, join)
 
-    def scales_shape(m: Any, mp: Any) -> tuple:
+    def scales_shape(m: Expr, mp: Expr) -> tuple:
         if not block:
             return (m if codes != "none" else 1,)
         return (blocks, mp) if column_scales else (m, blocks)
 
-    return SimpleNamespace(
-        codes=codes, block=block, integer=integer, width=width, column=column, scan=scan, emit=emit, store=store,
-        codes_shape=lambda m: (m, width) if codes != "none" else (1, 1), scales_shape=scales_shape,
-        sums_shape=lambda m: (m if integer and not block else 1,),
-    )  # fmt: skip
+    codes_shape = lambda m: (m, width) if codes != "none" else (1, 1)
+    sums_shape = lambda m: (m if integer and not block else 1,)
+    return Outputs(codes, block, integer, width, column, scan, emit, store, codes_shape, scales_shape, sums_shape)
 
 
-def cluster_of_row(parts: int, first: int) -> SimpleNamespace:
-    """Macros of the CTAs of a cluster that share a row.
-
-    Args:
-        first: where a buffer of floats in shared memory has room for `room` of them, an even number.
+@dataclass(frozen=True)
+class RowCluster:
+    """Macros of the CTAs of a cluster that share a row, through `room` floats of shared memory.
 
     Attributes:
         open(sent, tx): by all threads, before anything is sent; `sent`: two mbarriers of one arrival.
         largest(shared, sent, m, part, tx): m[0] of each CTA becomes that of all. sum(shared, sent, total, part, tx):
             total[0] of the first CTA's first thread becomes the sum over all.
     """
-    import tilelang.language as T
 
+    room: int
+    open: Macro
+    largest: Macro
+    sum: Macro
+
+
+def cluster_of_row(parts: int, first: int) -> RowCluster:
+    """first: where a buffer of floats in shared memory has that room, an even number."""
     sums = first + 2 * parts
 
     @T.macro
@@ -248,10 +259,7 @@ def cluster_of_row(parts: int, first: int) -> SimpleNamespace:
 
     @T.macro
     def send(shared, at, rank, value, barrier):
-        T.call_extern(
-            "handle", "tz_send8", T.access_ptr(shared[at], "w", 2), rank, value, T.float32(0),
-            T.access_ptr(barrier, "rw", 1),
-        )  # fmt: skip
+        call("send8", T.access_ptr(shared[at], "w", 2), rank, value, T.float32(0), T.access_ptr(barrier, "rw", 1))
 
     @T.macro
     def largest(shared, sent, m, part, tx):
@@ -260,7 +268,7 @@ def cluster_of_row(parts: int, first: int) -> SimpleNamespace:
             send(shared, first + 2 * part, tx, m[0], sent[0])
         wait_together(place(sent[0], "rw"), 0)
         for i in T.unroll(parts):
-            T.call_extern("handle", "tz_join_largest", T.access_ptr(m, "rw"), shared[first + 2 * i])
+            call("join_largest", T.access_ptr(m, "rw"), shared[first + 2 * i])
 
     @T.macro
     def sum(shared, sent, total, part, tx):
@@ -273,4 +281,4 @@ def cluster_of_row(parts: int, first: int) -> SimpleNamespace:
             for i in T.unroll(parts):
                 total[0] = total[0] + T.cast(shared[sums + 2 * i], "int32")
 
-    return SimpleNamespace(room=4 * parts, open=open, largest=largest, sum=sum)
+    return RowCluster(4 * parts, open, largest, sum)

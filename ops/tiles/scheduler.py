@@ -6,31 +6,26 @@ another finds in L2, while shares begin anywhere along k and would part them for
 tile that another one began, and adds the shares of the tile that it begins (ops/tiles/shares.py). A share is awaited
 only from CTAs with a lower index, which the hardware has started earlier.
 
-Each function returns macros for one program; all of their state lives in one-element local buffers (`scalars`).
+Each function returns macros for one program; all of their state lives in one-element local buffers.
 """
 
-from types import SimpleNamespace
+from dataclasses import dataclass
 
-from terrazzo.ops.tiles.calls import arrive, place, quotient, syncwarp
+from terrazzo.ops.tiles.calls import arrive, call, place, quotient, syncwarp
 from terrazzo.ops.tiles.calls import wait as wait_at
+from terrazzo.ops.tiles.language import T
+from terrazzo.ops.tiles.types import Buffers, Call, Macro, scalars
 from terrazzo.schedules.partition import MOST_SHARED
 from terrazzo.schedules.tile_costs import MOST_SLICES
 
 
-def scalars(*names: str) -> SimpleNamespace:
-    """Runtime int32 state of a program, one local buffer for each name."""
-    import tilelang.language as T
-
-    return SimpleNamespace(**{name: T.alloc_local((1,), "int32") for name in names})
-
-
-def plan_state() -> SimpleNamespace:
+def plan_state() -> Buffers:
     """What `plan` writes: k units [first, last) of shared tiles, each `length` long, of which the first `head` cost no
     work; segments that are whole tiles, all segments; `among`, the CTAs that part each tile, or 0."""
     return scalars("first", "last", "length", "head", "whole", "all", "among")
 
 
-def segment_state() -> SimpleNamespace:
+def segment_state() -> Buffers:
     """What `segment` writes: tile, k units [k0, k1), token block, row tile, whether it `leaves` its sum to the tile's
     head or `adds` other shares; `length` of the plan, and `count`, a scratch value. What `locate` adds: the block's
     tokens [first, end) as rows of x, and its expert."""
@@ -38,23 +33,31 @@ def segment_state() -> SimpleNamespace:
     return scalars(*names)
 
 
-def table_state() -> SimpleNamespace:
+def table_state() -> Buffers:
     """What `partition` of an expert table writes: token blocks, shared tiles, CTAs that take part."""
     return scalars("blocks", "shared", "grid", "tiles", "rest")
 
 
-def ring_state() -> SimpleNamespace:
+def ring_state() -> Buffers:
     """Stage and parity of a ring, and the stage before; where its barriers lie, for a consumer."""
-    import tilelang.language as T
+    places = dict.fromkeys(("full", "empty"), (1, "uint32"))
+    return Buffers(**places, **dict.fromkeys(("stage", "parity", "before"), (1, "int32")))
 
-    places = {name: T.alloc_local((1,), "uint32") for name in ("full", "empty")}
-    return SimpleNamespace(**vars(scalars("stage", "parity", "before")), **places)
+
+@dataclass(frozen=True)
+class Tiles:
+    """Macros of `partition_macros`."""
+
+    plan: Macro
+    segment: Macro
+    each_unit: Macro
+    later_shares: Macro
 
 
 def partition_macros(
     *, units: int, row_tiles: int, raster: int, head_units: int = 0, exchange: bool = False, cluster: int = 1
-) -> SimpleNamespace:
-    """Macros `plan`, `segment`, `each_unit` and `later_shares` for tiles of `units` k units, `row_tiles` of them along
+) -> Tiles:
+    """For tiles of `units` k units, `row_tiles` of them along
     the rows.
 
     Groups of `raster` token blocks walk over the rows together, so that both operands stay in L2. `head_units`: where
@@ -63,8 +66,6 @@ def partition_macros(
     MOST_SLICES and a unit of k for each, nobody leaves or adds a share; all of them part the sum. In clusters of
     several CTAs these must be the `cluster` CTAs of each tile.
     """
-    import tilelang.language as T
-
     known = isinstance(units, int)
     most_slices = min(MOST_SLICES, units) if known else T.min(MOST_SLICES, units)
 
@@ -145,7 +146,7 @@ def partition_macros(
         """c.count: the other shares of the tile whose head CTA `cta` holds; those of the CTAs right below."""
         c.count[0] = quotient((c.tile[0] + 1) * c.length[0] * grid - 1, sk * c.length[0]) - (grid - 1 - cta)
 
-    return SimpleNamespace(plan=plan, segment=segment, each_unit=each_unit, later_shares=later_shares)
+    return Tiles(plan, segment, each_unit, later_shares)
 
 
 EXPERTS_SOURCE = """\
@@ -182,27 +183,32 @@ def table_words(experts: int) -> int:
     return -(-2 * (experts + 1) // 32) * 32
 
 
-def expert_macros(*, experts: int, block_tokens: int, units: int, row_tiles: int) -> SimpleNamespace:
-    """Macros `partition`, or its parts `tabulate` and `share`, and `locate` of programs whose tokens are sorted by
+@dataclass(frozen=True)
+class Tokens:
+    """Macros of `expert_macros`; `partition` is `tabulate` and `share`."""
+
+    partition: Macro
+    tabulate: Macro
+    share: Macro
+    locate: Macro
+
+
+def expert_macros(*, experts: int, block_tokens: int, units: int, row_tiles: int) -> Tokens:
+    """Of programs whose tokens are sorted by
     expert, each with a matrix of its own.
 
     A token block belongs to one expert; blocks are counted through all of them, so that a persistent loop walks over
     (expert, tile) pairs without a drain between experts, and empty experts cost nothing. The table Es is int32
     [table_words(experts)] in shared memory. `experts` = 0: one matrix, no table.
     """
-    import tilelang.language as T
 
     @T.macro
     def tabulate(Es, offsets, m):
         """The table. A block barrier inside."""
-        T.call_extern(
-            "handle",
-            f"tz_expert_table<{experts}>",
-            T.access_ptr(Es[0], "w", 2 * (experts + 1)),
-            T.access_ptr(offsets[0], "r", experts + 1),
-            m,
-            block_tokens,
-        )
+        call(
+            f"expert_table<{experts}>", T.access_ptr(Es[0], "w", 2 * (experts + 1)),
+            T.access_ptr(offsets[0], "r", experts + 1), m, block_tokens,
+        )  # fmt: skip
         T.sync_threads()
 
     @T.macro
@@ -232,8 +238,8 @@ def expert_macros(*, experts: int, block_tokens: int, units: int, row_tiles: int
     def locate(Es, c, m):
         """The expert and the tokens, rows [first, end) of x, of segment c."""
         if experts:
-            c.expert[0] = T.call_extern(
-                "int32", f"tz_expert_of<{experts}>", T.access_ptr(Es[0], "r", experts + 1), c.tokens[0]
+            c.expert[0] = call(
+                f"expert_of<{experts}>", T.access_ptr(Es[0], "r", experts + 1), c.tokens[0], returns="int32"
             )
             c.first[0] = Es[experts + 1 + c.expert[0]] + (c.tokens[0] - Es[c.expert[0]]) * block_tokens
             c.end[0] = Es[experts + 2 + c.expert[0]]
@@ -242,16 +248,39 @@ def expert_macros(*, experts: int, block_tokens: int, units: int, row_tiles: int
             c.first[0] = c.tokens[0] * block_tokens
             c.end[0] = m
 
-    return SimpleNamespace(partition=partition, tabulate=tabulate, share=share, locate=locate)
+    return Tokens(partition, tabulate, share, locate)
 
 
-def ring_macros(*, stages: int, each: int = 1, rounds: bool = True) -> SimpleNamespace:
-    """Macros of a ring of shared-memory stages: `reset`, `acquire` (a producer's wait for a stage), `find`, `wait` (a
-    consumer's), `advance`, `release`, `give_back`, `consume`. `full` and `empty` are its mbarriers, one of each for a
+@dataclass(frozen=True)
+class Ring:
+    """Macros of `ring_macros`; `acquire` is a producer's wait for a stage, `wait` a consumer's."""
+
+    reset: Macro
+    acquire: Macro
+    find: Macro
+    wait: Macro
+    advance: Macro
+    release: Macro
+    give_back: Macro
+    consume: Macro
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A consumer's unit of k: of its stage h the number `stage(h)` and `wait(h)`, `advance()` behind its last use,
+    `release(h, condition)` of the stage before, and `give_back(h, condition)` of its own."""
+
+    stage: Call
+    wait: Call
+    advance: Call
+    release: Call
+    give_back: Call
+
+
+def ring_macros(*, stages: int, each: int = 1, rounds: bool = True) -> Ring:
+    """A ring of shared-memory stages. `full` and `empty` are its mbarriers, one of each for a
     stage; a consumer, whose loop is short of instructions, finds them once. `each`: stages of a unit
     of k. `rounds`: `consume` unrolls those of the ring, which takes registers."""
-    import tilelang.language as T
-
     turns = 2 if stages % each else 1  # of the ring, until a unit begins with the first stage again
     unrolled = turns * stages // each
 
@@ -320,22 +349,20 @@ def ring_macros(*, stages: int, each: int = 1, rounds: bool = True) -> SimpleNam
 
     def moving(ring):
         """A unit that begins with the ring's stage, wherever that is."""
-        return SimpleNamespace(
-            stage=lambda h: ring.stage[0],
-            wait=lambda h: wait(ring),
-            release=lambda h, condition: release(ring, condition),
-            give_back=lambda h, condition: release_now(ring, ring.stage[0], condition),
-            advance=lambda: advance(ring),
-        )
+        return Turn(
+            lambda h: ring.stage[0], lambda h: wait(ring), lambda: advance(ring),
+            lambda h, condition: release(ring, condition),
+            lambda h, condition: release_now(ring, ring.stage[0], condition),
+        )  # fmt: skip
 
     def fixed(ring, first):
         """A unit that begins `first` stages after the ring's first one, where a round began."""
-        return SimpleNamespace(
-            stage=lambda h: (first + h) % stages,
-            wait=lambda h: wait_for(ring, (first + h) % stages, ring.parity[0] ^ ((first + h) // stages)),
-            release=lambda h, condition: release_before(ring, first + h, condition),
-            give_back=lambda h, condition: release_now(ring, (first + h) % stages, condition),
-            advance=lambda: None,
+        return Turn(
+            lambda h: (first + h) % stages,
+            lambda h: wait_for(ring, (first + h) % stages, ring.parity[0] ^ ((first + h) // stages)),
+            lambda: None,
+            lambda h, condition: release_before(ring, first + h, condition),
+            lambda h, condition: release_now(ring, (first + h) % stages, condition),
         )
 
     def units_to_first(stage):
@@ -347,9 +374,7 @@ def ring_macros(*, stages: int, each: int = 1, rounds: bool = True) -> SimpleNam
     @T.macro
     def consume(unit, drain, io, ring, count):
         """What a consumer does: macro `unit(io, at, follows)` for each of `count` units of k, and `drain(io)`, which
-        completes its products. `at` has, of the unit's stage h, its number `stage(h)`, `wait(h)`, `advance()` behind
-        its last use, `release(h, condition)` of the stage before, and `give_back(h, condition)` of its own; `follows`:
-        whether a unit came before.
+        completes its products. `at`: a `Turn`; `follows`: whether a unit came before.
 
         A seventh of a unit's instructions are addresses and barriers, which cost next to nothing where the compiler
         knows the stages: rounds of the ring are unrolled, between the units that lead to the first stage of one and
@@ -374,7 +399,4 @@ def ring_macros(*, stages: int, each: int = 1, rounds: bool = True) -> SimpleNam
             for _ in T.serial(T.truncmod(left[0], unrolled)):
                 unit(io, moving(ring), ring.before[0] >= 0)
 
-    return SimpleNamespace(
-        reset=reset, acquire=acquire, find=find, wait=wait, advance=advance, release=release, give_back=give_back,
-        consume=consume,
-    )  # fmt: skip
+    return Ring(reset, acquire, find, wait, advance, release, give_back, consume)

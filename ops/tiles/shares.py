@@ -10,15 +10,17 @@ them run; so a warp that waited for too long leaves its slice to the one that co
 Each function returns macros for one program.
 """
 
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import dataclass
 
-from terrazzo.ops.tiles.calls import addcg4, copy16, has, opaque, quotient
-from terrazzo.ops.tiles.scheduler import scalars
+from terrazzo.ops.tiles.calls import addcg4, call, copy16, has, opaque, quotient
+from terrazzo.ops.tiles.cluster_shares import Peers
+from terrazzo.ops.tiles.language import T
+from terrazzo.ops.tiles.scheduler import Tiles
+from terrazzo.ops.tiles.staged_rows import Out
+from terrazzo.ops.tiles.types import Buffers, Call, Macro, scalars
 
 
-def slice_state() -> SimpleNamespace:
+def slice_state() -> Buffers:
     """What `give` and `take` of the share macros write: which `share` of its tile the CTA has, in order of k, of how
     many (`among`); the slice `at` and a bit for each of its `units`; slices left to add and how many they were, whether
     the other CTAs came in time; what the tile's `word` held when the warp turned away from it."""
@@ -31,15 +33,24 @@ def spare_registers(warpgroups: int, sums: int, per_sm: int = 1) -> int:
     return min(65536 // (128 * (warpgroups + 1) * per_sm) // 8 * 8, 240) - 48 - -(-sums // 16) * 16
 
 
-def share_macros(*, vectors: int, row_blocks: int, flags: int, dtype: str, spare: int) -> SimpleNamespace:
+@dataclass(frozen=True)
+class Shares:
+    """Macros of `share_macros`."""
+
+    leave_share: Macro
+    add_shares: Macro
+    give: Macro
+    take: Macro
+    close: Macro
+
+
+def share_macros(*, vectors: int, row_blocks: int, flags: int, dtype: str, spare: int) -> Shares:
     """Macros `leave_share` and `add_shares`, or `give`, `take` and `close`: partial tiles through the workspace.
 
     A thread holds `row_blocks` * `vectors` groups of four 32-bit sums in `dtype`; WS [grid, blocks, vectors, 128, 4].
     `flags` semaphores belong to a CTA, one for each warpgroup (each warp, where tiles are parted). `spare`: registers
     of a thread for loads under way; from 16 on, several shares are loaded together.
     """
-    import tilelang.language as T
-
     total = row_blocks * vectors
     at_once = 4 if spare >= 64 else 2  # shares whose loads are in flight together
     depth = max(min(spare // (4 * at_once), 8, total), 1)  # vectors of each
@@ -50,21 +61,17 @@ def share_macros(*, vectors: int, row_blocks: int, flags: int, dtype: str, spare
         for r in T.unroll(row_blocks):
             for i in T.unroll(vectors):
                 copy16(WS[cta, wg * row_blocks + r, i, wt, 0], acc[(r * vectors + i) * 4])
-        T.call_extern("handle", "tz_signal", T.access_ptr(SEM[cta, wg], "rw", 1), wg + 1)
+        call("signal", T.access_ptr(SEM[cta, wg], "rw", 1), wg + 1)
 
     @T.macro
     def load_vector(WS, coming, i, b, count, cta, wg, wt):
         """Vector i of shares b .. b + at_once - 1; zeros from those past the last."""
         for j in T.unroll(at_once):
-            T.call_extern(
-                "handle",
-                "tz_load_share",
-                T.access_ptr(coming[(i % depth * at_once + j) * 4], "w", 4),
+            call(
+                "load_share", T.access_ptr(coming[(i % depth * at_once + j) * 4], "w", 4),
                 T.access_ptr(WS[cta, wg * row_blocks + i // vectors, i % vectors, wt, 0], "r", 4),
-                WS.shape[1] * (vectors * 512),
-                b + j + 1,
-                count,
-            )
+                WS.shape[1] * (vectors * 512), b + j + 1, count,
+            )  # fmt: skip
 
     @T.macro
     def add_in_place(WS, acc, count, cta, wg, wt):
@@ -91,20 +98,18 @@ def share_macros(*, vectors: int, row_blocks: int, flags: int, dtype: str, spare
     @T.macro
     def add_shares(WS, SEM, acc, count, cta, wg, wt):
         """The head of a tile adds the `count` other shares in order of k."""
-        T.call_extern("handle", "tz_await", T.access_ptr(SEM[cta - 1, wg], "rw", 1), count, -flags, wg + 1)
+        call("await", T.access_ptr(SEM[cta - 1, wg], "rw", 1), count, -flags, wg + 1)
         if spare < 16:
             add_in_place(WS, acc, count, cta, wg, wt)
         else:
             add_together(WS, acc, count, cta, wg, wt)
 
     exchange = exchange_macros(vectors=vectors, row_blocks=row_blocks, dtype=dtype, spare=spare)
-    return SimpleNamespace(leave_share=leave_share, add_shares=add_shares, **vars(exchange))
+    return Shares(leave_share, add_shares, *exchange)
 
 
-def exchange_macros(*, vectors: int, row_blocks: int, dtype: str, spare: int) -> SimpleNamespace:
+def exchange_macros(*, vectors: int, row_blocks: int, dtype: str, spare: int) -> tuple[Macro, Macro, Macro]:
     """Of `share_macros`: `give`, `take` and `close`, where the CTAs of a tile part its sum, a slice for each."""
-    import tilelang.language as T
-
     total = row_blocks * vectors
     parts = row_blocks * vectors // 2  # of 16 tokens: what a slice is made of
     others = 3  # shares whose loads are in flight together
@@ -117,15 +122,10 @@ def exchange_macros(*, vectors: int, row_blocks: int, dtype: str, spare: int) ->
     def write(WS, acc, units, cta, wg, wt):
         """The vectors of acc that belong to `units` (a bit for each), to the CTA's part of the workspace."""
         for i in T.unroll(total):
-            T.call_extern(
-                "handle",
-                "tz_give",
-                T.access_ptr(WS[cta, wg * row_blocks, 0, wt, 0], "w", 4),
-                i * 2048,
-                T.access_ptr(acc[i * 4], "r", 4),
-                units,
-                i // 2,
-            )
+            call(
+                "give", T.access_ptr(WS[cta, wg * row_blocks, 0, wt, 0], "w", 4), i * 2048,
+                T.access_ptr(acc[i * 4], "r", 4), units, i // 2,
+            )  # fmt: skip
 
     @T.macro
     def give(WS, SEM, acc, x, among, cta, grid, wg, wt):
@@ -133,29 +133,23 @@ def exchange_macros(*, vectors: int, row_blocks: int, dtype: str, spare: int) ->
         the others came in time; x.todo has their bits, none of them where the warp withdrew (one round of nothing)."""
         x.among[0] = among
         x.share[0] = grid - 1 - cta - quotient(grid - 1 - cta, among) * among
-        x.units[0] = T.call_extern("int32", "tz_slice", x.share[0], x.among[0], parts)
+        x.units[0] = call("slice", x.share[0], x.among[0], parts, returns="int32")
         write(WS, acc, ~x.units[0], cta, wg, wt)
-        x.met[0] = T.call_extern("int32", "tz_meet", word(SEM, x, cta, wg, wt), x.among[0])
+        x.met[0] = call("meet", word(SEM, x, cta, wg, wt), x.among[0], returns="int32")
         if x.met[0] == 0:  # the others do not run yet
             write(WS, acc, x.units[0], cta, wg, wt)
-            x.met[0] = T.call_extern("int32", "tz_withdraw", word(SEM, x, cta, wg, wt), x.among[0], x.share[0])
-        x.word[0] = T.call_extern("int32", "tz_turn_away", word(SEM, x, cta, wg, wt))
+            x.met[0] = call("withdraw", word(SEM, x, cta, wg, wt), x.among[0], x.share[0], returns="int32")
+        x.word[0] = call("turn_away", word(SEM, x, cta, wg, wt), returns="int32")
         x.todo[0] = T.if_then_else(x.met[0] > 0, T.int32(1) << x.share[0] | x.met[0] >> 1, 0)
         x.rounds[0] = T.max(T.call_extern("int32", "__popc", x.todo[0]), 1)
 
     @T.macro
     def load_part(WS, out, at, i, units, other, x, cta, wg, wt):
         """Vector i of share `other` of the tile to out[at .. at + 3], if it belongs to `units`; else zeros."""
-        T.call_extern(
-            "handle",
-            "tz_load_part",
-            T.access_ptr(out[at], "rw", 4),
-            T.access_ptr(WS[cta, wg * row_blocks, 0, wt, 0], "r", 4),
-            (x.share[0] - other) * (WS.shape[1] * (vectors * 512)),
-            i * 2048,
-            units,
-            i // 2,
-        )
+        call(
+            "load_part", T.access_ptr(out[at], "rw", 4), T.access_ptr(WS[cta, wg * row_blocks, 0, wt, 0], "r", 4),
+            (x.share[0] - other) * (WS.shape[1] * (vectors * 512)), i * 2048, units, i // 2,
+        )  # fmt: skip
 
     @T.macro
     def take(WS, acc, x, c, cta, wg, wt):
@@ -165,7 +159,7 @@ def exchange_macros(*, vectors: int, row_blocks: int, dtype: str, spare: int) ->
         opaque(c.first[0])  # addresses of y wait for their turn
         which = T.alloc_local((others,), "int32")
         x.at[0] = T.call_extern("int32", "__ffs", x.todo[0]) - 1
-        x.units[0] = T.call_extern("int32", "tz_slice", T.max(x.at[0], 0), x.among[0], parts)
+        x.units[0] = call("slice", T.max(x.at[0], 0), x.among[0], parts, returns="int32")
         if x.todo[0] == 0:
             x.units[0] = 0
         x.todo[0] = x.todo[0] & (x.todo[0] - 1)
@@ -192,37 +186,22 @@ def exchange_macros(*, vectors: int, row_blocks: int, dtype: str, spare: int) ->
     @T.macro
     def close(SEM, x, cta, wg, wt):
         """The last warp that turned away from the word of its tile clears it, for the next launch."""
-        T.call_extern("handle", "tz_depart", word(SEM, x, cta, wg, wt), x.among[0], x.word[0])
+        call("depart", word(SEM, x, cta, wg, wt), x.among[0], x.word[0])
 
-    return SimpleNamespace(give=give, take=take, close=close)
+    return give, take, close
 
 
 def finish_macros(
-    tiles: SimpleNamespace,
-    shares: SimpleNamespace,
-    *,
-    store: Callable[..., None],
-    leaves: Callable[[SimpleNamespace], Any] = lambda c: c.leaves[0] > 0,
-    adds: Callable[[SimpleNamespace], Any] = lambda c: c.adds[0] > 0,
-    exchange: bool = False,
-    prepare: Callable[..., None] | None = None,
-    store_slice: Callable[..., None] | None = None,
-    peers: SimpleNamespace | None = None,
-    store_share: Callable[..., None] | None = None,
-) -> SimpleNamespace:
-    """Macro `finish`: what becomes of a segment's sums, `acc`.
+    tiles: Tiles, shares: Shares, out: Out, *, leaves: Call = lambda c: c.leaves[0] > 0,
+    adds: Call = lambda c: c.adds[0] > 0, exchange: bool = False, peers: Peers | None = None,
+) -> tuple[Macro, Macro]:  # fmt: skip
+    """Macros `finish` and `finish_alone`: what becomes of a segment's sums, `acc`.
 
     Args:
-        tiles, shares: of `partition_macros` and `share_macros`.
-        store: macro `store(to, acc, c, wg, wt)` of a whole tile; `to` is what the program hands to `finish` for it.
         leaves, adds: conditions that a segment leaves its sums to the tile's head, or adds the shares of others.
-        exchange: as of `partition_macros`; then macro `store_slice(to, acc, c, x, wg, wt)` stores the units of a tile
-            that x (`slice_state`) names, and macro `prepare(to, wg, wt)` comes before the first of them, if there is
-            something to prepare.
-        peers: of `cluster_macros`, where a cluster may part the sum of a tile; `to` then has `ring`, `ready` and `sent`
-            for its exchange, and macro `store_share(to, acc, c, share, units, wg, wt)` stores its slice.
+        exchange: as of `partition_macros`.
+        peers: where a cluster may part the sum of a tile; `to` then has `ring`, `ready` and `sent` for its exchange.
     """
-    import tilelang.language as T
 
     @T.macro
     def finish_alone(WS, SEM, acc, to, c, cta, grid, sk, wg, wt):
@@ -233,34 +212,34 @@ def finish_macros(
             if adds(c):
                 tiles.later_shares(c, cta, grid, sk)
                 shares.add_shares(WS, SEM, acc, c.count[0], cta, wg, wt)
-            store(to, acc, c, wg, wt)
+            out.store(to, acc, c, wg, wt)
 
     @T.macro
     def finish(WS, SEM, acc, to, p, c, x, cta, grid, sk, wg, wt):
         """`finish_alone`, unless the CTAs of a tile part its sum (then p.among > 0)."""
         if exchange:
             if p.among[0] > 0:
-                if prepare is not None:
-                    prepare(to, wg, wt)
+                if out.prepare is not None:
+                    out.prepare(to, wg, wt)
                 shares.give(WS, SEM, acc, x, p.among[0], cta, grid, wg, wt)
                 for i in T.serial(x.rounds[0]):
                     shares.take(WS, acc, x, c, cta, wg, wt)
                     if i == 0:  # behind the loads, with which the word's last value has come; later it would be spilled
                         shares.close(SEM, x, cta, wg, wt)
-                    store_slice(to, acc, c, x, wg, wt)
+                    out.store_slice(to, acc, c, x, wg, wt)
             else:
                 finish_alone(WS, SEM, acc, to, c, cta, grid, sk, wg, wt)
         elif peers is not None:
             if p.among[0] > 0:
-                if prepare is not None:
-                    prepare(to, wg, wt)
+                if out.prepare is not None:
+                    out.prepare(to, wg, wt)
                 peers.exchange(to.ring, to.ready, to.sent, acc, x.share, cta, wg * 128 + wt)
                 opaque(c.rows[0])  # addresses of bias and y are not made before, and spilled
                 opaque(c.first[0])
-                store_share(to, acc, c, x.share[0], peers.units, wg, wt)
+                out.store_share(to, acc, c, x.share[0], peers.units, wg, wt)
             else:
                 finish_alone(WS, SEM, acc, to, c, cta, grid, sk, wg, wt)
         else:
             finish_alone(WS, SEM, acc, to, c, cta, grid, sk, wg, wt)
 
-    return SimpleNamespace(finish=finish, finish_alone=finish_alone)
+    return finish, finish_alone

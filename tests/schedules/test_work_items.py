@@ -55,12 +55,16 @@ def test_every_plan_covers_and_keeps_its_bound(problem):
         plan.check(items)
         times = wi.simulate(plan, costs)
         spans[plan.name] = times.makespan
-        assert sum(times.busy) == pytest.approx(total) and 0 < times.utilization <= 1 + 1e-9
+        assert sum(times.busy) == pytest.approx(total)
         assert times.makespan >= total / sms - 1e-9
         for pieces in plan.shares().values():
             assert [k0 for k0, _, _ in pieces] == [0, *(k1 for _, k1, _ in pieces[:-1])]
     assert spans["barrier_minimal"] <= spans["naive"] + 1e-9
-    assert wi.lower_bound(items, sms, costs) - 1e-9 <= spans["remap"] <= wi.lpt_bound(items, sms, costs) + 1e-9
+    longest = max((item.cost(costs) for item in items), default=0.0)
+    most = (
+        total / sms + (1 - 1 / sms) * longest
+    )  # all others are as busy when the last one takes its last item (Graham)
+    assert max(total / sms, longest) - 1e-9 <= spans["remap"] <= most + 1e-9
     assert spans["decompose"] <= total / sms + max(costs.values()) + 1e-9
 
 

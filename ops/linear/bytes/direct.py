@@ -13,16 +13,16 @@ codes are taken off its sums, in int32.
 `block`: the same, times the scale of a token's 128 k and that of 16 rows' 128 k.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
 
 from terrazzo.layouts.converters import Converter, get_converter
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.linear.bytes import problem
 from terrazzo.ops.linear.bytes.problem import UNIT_K
-from terrazzo.ops.tiles.calls import bulk, lds64, matrix, uniform
+from terrazzo.ops.linear.bytes.stages import Consumer, Form
+from terrazzo.ops.tiles.calls import bulk, fma, lds64, matrix, uniform
+from terrazzo.ops.tiles.language import T
+from terrazzo.ops.tiles.types import Buffers, Call, Expr, Macro
 
 NUMERICS = ("s8", "s8_zeros", "fast", "promoted", "block")
 ROW_GROUP = 16
@@ -36,6 +36,8 @@ _TILE = 64 * UNIT_K  # bytes of a unit
 @dataclass(frozen=True)
 class Gemm(problem.Gemm):
     """y[M, n] = x[M, k] w[n, k]^T as `problem.Gemm`, both of bytes; `dequantization` is one of `NUMERICS`."""
+
+    converts = False
 
     def __post_init__(self):
         if self.dequantization not in NUMERICS:
@@ -68,10 +70,6 @@ class Gemm(problem.Gemm):
         return get_converter("e4m3_e4m3" if self.float_sums else "s8_s8")
 
     @property
-    def converts(self) -> bool:
-        return False
-
-    @property
     def channels(self) -> int:
         """float32 of a row: its scale and, of int8, the sum of its codes, an integer that float32 holds exactly."""
         return 1 if self.float_sums else 2
@@ -85,13 +83,11 @@ class Gemm(problem.Gemm):
         return {"s8": "s8 direct", "s8_zeros": "s8 direct"}.get(self.dequantization, f"e4m3 {self.dequantization}")
 
 
-def consumer_macros(*, block_tokens: int, cta_blocks: int) -> SimpleNamespace:
-    """As `stages.consumer_macros`, of units that are operands: `places`, `find_tokens`, `find_units`, `tokens`, and
-    `rows(at, stage, r)`, for `multiply`, row block r of a stage."""
-    import tilelang.language as T
+def consumer_macros(*, block_tokens: int, cta_blocks: int) -> Consumer:
+    """Of units that are operands."""
 
-    def places() -> SimpleNamespace:
-        return SimpleNamespace(**{name: T.alloc_local((1,), "uint64") for name in ("x", "all", "w")})
+    def places() -> Buffers:
+        return Buffers(**dict.fromkeys(("x", "all", "w"), (1, "uint64")))
 
     @T.macro
     def find(to, desc, Bs, stage):
@@ -103,25 +99,24 @@ def consumer_macros(*, block_tokens: int, cta_blocks: int) -> SimpleNamespace:
         """A warpgroup's row blocks, from this one of the tile on."""
         at.w[0] = at.all[0] + T.cast(T.cast(uniform(block), "uint32") * T.uint32(_TILE // 16), "uint64")
 
-    def tokens(at: SimpleNamespace, stage: Any) -> Any:
+    def tokens(at: Buffers, stage: Expr) -> Expr:
         return at.x[0] + T.cast(T.cast(stage, "uint32") * T.uint32(block_tokens * UNIT_K // 16), "uint64")
 
-    def rows(at: SimpleNamespace, stage: Any, r: int) -> Any:
+    def rows(at: Buffers, stage: Expr, r: int) -> Expr:
         first = T.cast(stage, "uint32") * T.uint32(cta_blocks * _TILE // 16) + T.uint32(r * (_TILE // 16))
         return at.w[0] + T.cast(first, "uint64")
 
-    return SimpleNamespace(places=places, find=find, find_units=find_units, tokens=tokens, rows=rows)
+    return Consumer(places, find, find_units, rows, tokens)
 
 
 def scale_macros(
-    *, block_tokens: int, cta_blocks: int, row_blocks: Any, unit: Callable[[SimpleNamespace, Any], Any],
+    *, block_tokens: int, cta_blocks: int, row_blocks: Expr, unit: Call,
     anywhere: bool = False,
-) -> SimpleNamespace:  # fmt: skip
+) -> tuple[Macro, Macro]:  # fmt: skip
     """Macros `fill_tokens(io, c, kb)` and `fill_rows(io, c, kb)`, by one thread each: the scales of a stage, to Ts
     [stages, tokens] and Ss [stages, 4 * row blocks of a tile]; arguments and `io` as of `stages.fill_macros`.
     `anywhere`: whether a tile may begin at any token, not only at multiples of 4; the copy then begins at the multiple
     before, and has four more."""
-    import tilelang.language as T
 
     def begin(c):
         return c.first[0] // 4 * 4 if anywhere else c.first[0]
@@ -140,14 +135,11 @@ def scale_macros(
         if count > 0:
             bulk(io.Ss[io.ring.stage[0], 0], io.S[unit(c, kb), first * GROUPS], count * 4, io.full[io.ring.stage[0]])
 
-    return SimpleNamespace(fill_tokens=fill_tokens, fill_rows=fill_rows)
+    return fill_tokens, fill_rows
 
 
-def form_of(gemm: Gemm, *, block_tokens: int, row_blocks: int, pieces: int, anywhere: bool = False) -> SimpleNamespace:
-    """As `forms.form_of`, `anywhere` as of `scale_macros`; `step(io, w, x, place, r, free)` multiplies 128 k of row
-    block r, and gives a stage back: the one before, or with sums of 128 k its own."""
-    import tilelang.language as T
-
+def form_of(gemm: Gemm, *, block_tokens: int, row_blocks: int, pieces: int, anywhere: bool = False) -> Form:
+    """As `forms.form_of`, `anywhere` as of `scale_macros`."""
     nacc, dtype = block_tokens // 2, "float32" if gemm.float_sums else "int32"
     settles = gemm.dequantization in ("promoted", "block")
     at_once = block_tokens // pieces if settles else block_tokens
@@ -194,7 +186,7 @@ def form_of(gemm: Gemm, *, block_tokens: int, row_blocks: int, pieces: int, anyw
                     io.f[i] = io.f[i] * io.f[2]
                 for i in T.unroll(4):
                     at = first + j * 4 + i
-                    io.acc[at] = T.call_extern("float32", "__fmaf_rn", io.part[j * 4 + i], io.f[i % 2], io.acc[at])
+                    io.acc[at] = fma(io.part[j * 4 + i], io.f[i % 2], io.acc[at])
         else:
             for i in T.unroll(nsum):
                 io.acc[first + i] = io.acc[first + i] + io.part[i]
@@ -214,7 +206,4 @@ def form_of(gemm: Gemm, *, block_tokens: int, row_blocks: int, pieces: int, anyw
                 if r * pieces + piece == row_blocks * pieces - 1:
                     place.give_back(0, io.lane == 0)
 
-    return SimpleNamespace(
-        sums=dtype, group_sums=nsum if settles else 1, pieces=pieces if settles else 1, settles=settles,
-        step=sum_up if settles else add_on,
-    )  # fmt: skip
+    return Form(dtype, sum_up, group_sums=nsum, pieces=pieces, settles=True) if settles else Form(dtype, add_on)

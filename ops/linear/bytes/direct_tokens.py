@@ -11,26 +11,19 @@ the token and that of the row. While one warpgroup scales, another multiplies.
 The packed weight, the ring, the partition of the tiles and the shares are those of `stream_k`.
 """
 
-from types import SimpleNamespace
-
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.linear.bytes import direct
 from terrazzo.ops.linear.bytes.problem import UNIT_K
 from terrazzo.ops.linear.bytes.stages import fill_macros
-from terrazzo.ops.tiles.calls import lds128, pack2, stmatrix4, store_row, syncwarp, tma_tile, uniform
-from terrazzo.ops.tiles.pipeline import pipeline_macros
+from terrazzo.ops.tiles.calls import fma, lds128, pack2, stmatrix4, store_row, syncwarp, uniform
+from terrazzo.ops.tiles.language import T
+from terrazzo.ops.tiles.pipeline import Steps, Work, pipeline_macro
 from terrazzo.ops.tiles.primitives import prelude
-from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, check_tile
-from terrazzo.ops.tiles.scheduler import (
-    expert_macros,
-    partition_macros,
-    plan_state,
-    ring_macros,
-    ring_state,
-    segment_state,
-    table_state,
-)
-from terrazzo.ops.tiles.shares import finish_macros, share_macros, slice_state, spare_registers
+from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, check_tile, take
+from terrazzo.ops.tiles.scheduler import Ring, expert_macros, partition_macros, ring_macros
+from terrazzo.ops.tiles.shares import finish_macros, share_macros, spare_registers
+from terrazzo.ops.tiles.staged_rows import Out
+from terrazzo.ops.tiles.types import Buffers, Macro, Scalar
 from terrazzo.schedules.token_tiles import TokenTiles
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
@@ -42,44 +35,29 @@ _PITCH = 72  # elements of a staged token of 64 rows: free of bank conflicts, 16
 _BLOCK = 64 * UNIT_K // 16  # of 64 tokens or rows, in 16 bytes
 
 
-def build(
-    target, *, n: int, k: int, group: int, out_dtype: str, dequantization: str, bias: bool, block_tokens: int,
-    warpgroups: int, row_blocks: int, stages: int, raster: int = 8, whole: bool = True,
-):  # fmt: skip
+def build(target, *, whole: bool = True, **params: Scalar):
     """The prim_func `main(X, W, S, XS, RS, B, WS, SEM, Y, sk)`, with the operands of `stream_k.build` in blocks.
 
     WS is f32 [grid, 64-token blocks of a tile, 8 * row_blocks, 128, 4]. With n = k = 0 the kernel has no shape.
     """
-    if dequantization != "block":
+    gemm = take(direct.Gemm, params)
+    if not gemm.blocks:
         constraint = "must be 'block': others have no scales for each 128 k"
-        raise ArgumentError("dequantization", dequantization, constraint, "build stream_k")
-    gemm = direct.Gemm(n, k, group, out_dtype, dequantization, bias)
-    gemm = gemm if n else gemm.at_launch(whole)
-    schedule = TokenTiles(block_tokens, warpgroups, row_blocks, stages, raster=raster)
+        raise ArgumentError("dequantization", gemm.dequantization, constraint, "build stream_k")
+    gemm = gemm if gemm.n else gemm.at_launch(whole)
+    schedule = TokenTiles(**params)
     check_tile(schedule)
     return program(gemm, schedule)
 
 
-def step_macros(gemm: direct.Gemm, schedule: TokenTiles, rings: SimpleNamespace) -> SimpleNamespace:
-    """The steps that `pipeline_macros` wants."""
-    import tilelang.language as T
-
+def steps_of(gemm: direct.Gemm, schedule: TokenTiles, rings: Ring) -> Steps:
+    """What warps do."""
     bm, tb, cta_blocks, pieces = schedule.block_tokens, schedule.token_blocks, schedule.row_blocks, schedule.pieces
     nacc, nsum = cta_blocks * 32, cta_blocks * 32 // pieces  # of 64 tokens: f32 sums, and those of one product
     own = dict(row_blocks=gemm.row_blocks, cta_blocks=cta_blocks, unit=lambda c, kb: kb)
-    scaled = direct.scale_macros(block_tokens=bm, **own)
-    fills = fill_macros(rings, unit_words=gemm.unit_words, also=scaled.fill_rows, **own)
+    also_tokens, also = direct.scale_macros(block_tokens=bm, **own)
+    fills = fill_macros(rings, unit_words=gemm.unit_words, also=also, also_tokens=also_tokens, **own)
     find = direct.consumer_macros(block_tokens=bm, cta_blocks=cta_blocks).find
-
-    @T.macro
-    def fill_tokens(io, c, kb):
-        """The warp of X fills a stage."""
-        rings.acquire(io.empty, io.ring)
-        tma_tile(io.Xs, io.ring.stage[0], io.X, c.first[0], kb * UNIT_K, io.full[io.ring.stage[0]], c.end[0])
-        if io.leader_of_tokens:
-            scaled.fill_tokens(io, c, kb)
-        T.barrier_arrive(io.full[io.ring.stage[0]])
-        rings.advance(io.ring)
 
     @T.macro
     def open(io, ring):
@@ -120,7 +98,7 @@ def step_macros(gemm: direct.Gemm, schedule: TokenTiles, rings: SimpleNamespace)
                 io.f[h] = io.sx[h] * io.sw[g]
             for i in T.unroll(8):
                 at = first + g * 8 + i
-                io.acc[at] = T.call_extern("float32", "__fmaf_rn", io.part[g * 8 + i], io.f[i // 2 % 2], io.acc[at])
+                io.acc[at] = fma(io.part[g * 8 + i], io.f[i // 2 % 2], io.acc[at])
         T.warpgroup_fence_operand(io.acc, first, nsum)
 
     @T.macro
@@ -158,16 +136,11 @@ def step_macros(gemm: direct.Gemm, schedule: TokenTiles, rings: SimpleNamespace)
         T.warpgroup_wait(0)
         T.warpgroup_fence_operand(io.acc, num_regs=tb * nacc)
 
-    return SimpleNamespace(
-        fill_weights=fills.fill_weights, fill_tokens=fill_tokens, open=open, begin=begin, unit=unit, drain=drain,
-        end=end,
-    )  # fmt: skip
+    return Steps(*fills, open, begin, unit, drain, end)
 
 
-def store_macro(gemm: direct.Gemm, schedule: TokenTiles):
+def store_macro(gemm: direct.Gemm, schedule: TokenTiles) -> Macro:
     """Macro `store(to, acc, c, wg, wt)`: each warp stages 16 tokens by 64 rows, and writes whole lines of y."""
-    import tilelang.language as T
-
     tb, cta_blocks, bf16 = schedule.token_blocks, schedule.row_blocks, gemm.out_dtype == "bfloat16"
 
     @T.macro
@@ -210,7 +183,6 @@ def store_macro(gemm: direct.Gemm, schedule: TokenTiles):
 
 def program(gemm: direct.Gemm, schedule: TokenTiles):
     """The prim_func of `build` for a problem and a legal schedule."""
-    import tilelang.language as T
     from tilelang.layout import make_full_bank_swizzled_layout
 
     bm, wgs, tb, stages = schedule.block_tokens, schedule.warpgroups, schedule.token_blocks, schedule.stages
@@ -226,11 +198,9 @@ def program(gemm: direct.Gemm, schedule: TokenTiles):
         vectors=cta_blocks * 8, row_blocks=tb, flags=schedule.flags, dtype="float32",
         spare=spare_registers(wgs, schedule.sums),
     )  # fmt: skip
-    tail = finish_macros(tiles, shares, store=store_macro(gemm, schedule))
-    pipeline = pipeline_macros(
-        step_macros(gemm, schedule, rings), block_tokens=bm, warpgroups=wgs, tokens=tokens, tiles=tiles, rings=rings,
-        peers=None, tail=tail, experts=0, cluster=1,
-    )  # fmt: skip
+    finish, _ = finish_macros(tiles, shares, Out(store_macro(gemm, schedule)))
+    work = Work(tokens, tiles, rings, finish)
+    run = pipeline_macro(steps_of(gemm, schedule, rings), work, schedule)
     all_units, extent = gemm.extents(1)
     M, MP, G = T.dynamic("m"), T.dynamic("mp"), T.dynamic("grid")
 
@@ -260,22 +230,15 @@ def program(gemm: direct.Gemm, schedule: TokenTiles):
             sx = T.alloc_local((2,), "float32")
             sw = T.alloc_local((nsum // 8,), "float32")
             f = T.alloc_local((2,), "float32")
-            to = SimpleNamespace(
-                Y=Y, Os=Os, B=B, b=T.alloc_local((4,), "float32"), f=f, o=T.alloc_local((4,), "uint32")
-            )
+            to = Buffers(Y=Y, Os=Os, B=B, b=(4, "float32"), f=f, o=(4, "uint32"))
             desc = T.alloc_wgmma_desc()
             rows = T.alloc_wgmma_desc()
-            at = SimpleNamespace(**{name: T.alloc_local((1,), "uint64") for name in ("x", "all", "w")})
-            p = plan_state()
-            c = segment_state()
-            x = slice_state()
-            ring = ring_state()
-            table = table_state()
+            at = Buffers(**dict.fromkeys(("x", "all", "w"), (1, "uint64")))
             T.annotate_layout({it: make_full_bank_swizzled_layout(it) for it in (Xs, Ws)})
-            io = SimpleNamespace(
+            io = Buffers(
                 X=X, W=W, S=S, XS=XS, B=B, WS=WS, SEM=SEM, Xs=Xs, Ws=Ws, Es=None, full=full, empty=empty, ready=None,
                 acc=acc, part=part, sx=sx, sw=sw, f=f, desc=desc, rows=rows, at=at, to=to, Ts=Ts, Ss=Ss,
             )  # fmt: skip
-            pipeline.run(io, p, c, x, ring, table, parts, G, cta)
+            run(io, parts, G, cta)
 
     return main

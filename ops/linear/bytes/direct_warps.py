@@ -6,15 +6,16 @@ step here, as in W4A8 on e4m3: with `promoted` they join float32 sums, with `blo
 tokens.
 """
 
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import dataclass
 
 from terrazzo.ops.linear.bytes import fp8_problem
 from terrazzo.ops.linear.bytes.direct import GROUPS, Gemm
 from terrazzo.ops.linear.bytes.operand import operand_macros as byte_macros
 from terrazzo.ops.linear.bytes.problem import UNIT_K
-from terrazzo.ops.tiles.calls import ldmatrix4
+from terrazzo.ops.tiles.calls import call, ldmatrix4
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.mma_tiles import Tile
+from terrazzo.ops.tiles.types import Buffers, Call, Expr, Macro, Place
 
 SOURCE = """\
 // m16n8k32 of e4m3: c += f * (a b), f of tokens 2 t and 2 t + 1. One piece of asm: apart, products pile up in registers
@@ -38,23 +39,30 @@ __device__ __forceinline__ void tz_mma_e4m3_sums(void *c_, const void *a_, const
 """Why not TileLang: it has no mma.sync of e4m3 on float32 sums, nor one whose products are scaled at once."""
 
 
-def operand_macros(gemm: Gemm, shape: Tile) -> SimpleNamespace:
+@dataclass(frozen=True)
+class Warps:
     """Macros `load`, an A fragment from a stage of the ring, and `mma`; of `block` also `fetch` and `turn`.
 
     `scales()` are registers for `fetch`: scales of a warp's row tiles and of a thread's tokens, now and of the next
     128 k; None without blocks.
     """
-    import tilelang.language as T
 
+    scales: Call
+    load: Macro
+    fetch: Macro
+    turn: Macro
+    mma: Call
+
+
+def operand_macros(gemm: Gemm, shape: Tile) -> Warps:
+    """Of a warp."""
     rb, tokens = shape.row_blocks, shape.pairs * 4
     row_words, unit_words = UNIT_K // 4, gemm.unit_words
     operand = fp8_problem.operand_macros(gemm) if gemm.float_sums else byte_macros(gemm)
 
-    def scales() -> SimpleNamespace | None:
-        if not gemm.blocks:
-            return None
-        registers = {name: T.alloc_local((rb + tokens,), "float32") for name in ("now", "next")}
-        return SimpleNamespace(**registers, f=T.alloc_local((2,), "float32"))
+    def scales() -> Buffers | None:
+        each = rb + tokens, "float32"
+        return Buffers(now=each, next=each, f=(2, "float32")) if gemm.blocks else None
 
     @T.macro
     def load(Ws, a, slot, step, half, m, tile, lane):
@@ -78,16 +86,16 @@ def operand_macros(gemm: Gemm, shape: Tile) -> SimpleNamespace:
         for i in T.unroll(rb + tokens):
             held.now[i] = held.next[i]
 
-    def mma(acc: Any, to: Any, a: Any, at: Any, x: Any, b: Any, held: Any, m: Any, tile: Any) -> Any:
+    def mma(acc: Place, to: Place, a: Place, at: Place, x: Place, b: Place, held: Place, m: Expr, tile: Expr) -> Expr:
         """acc[to .. to + 3] += a[at .. at + 3] x[b .. b + 1], of row tile m and token tile `tile` of a warp."""
         if not gemm.float_sums:
             return operand.mma(acc, to, a, at, x, b)
         operands = (T.access_ptr(acc[to], "rw", 4), T.access_ptr(a[at], "r", 4), T.access_ptr(x[b], "r", 2))
         if gemm.blocks:
             scaled = [held.now[rb + tile * 2 + i] * held.now[m] for i in range(2)]
-            return T.call_extern("handle", "tz_mma_e4m3_tokens", *operands, *scaled)
+            return call("mma_e4m3_tokens", *operands, *scaled)
         if gemm.dequantization == "promoted":
-            return T.call_extern("handle", "tz_mma_e4m3", *operands, T.float32(1), T.float32(1))
-        return T.call_extern("handle", "tz_mma_e4m3_sums", *operands)
+            return call("mma_e4m3", *operands, T.float32(1), T.float32(1))
+        return call("mma_e4m3_sums", *operands)
 
-    return SimpleNamespace(scales=scales, load=load, fetch=fetch, turn=turn, mma=mma)
+    return Warps(scales, load, fetch, turn, mma)

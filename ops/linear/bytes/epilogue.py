@@ -4,12 +4,11 @@ Token scales are fetched when the tile begins, one for each thread, and meet the
 scales and bias wait in registers.
 """
 
-from collections.abc import Callable
-from types import SimpleNamespace
-
 from terrazzo.ops.linear.bytes.problem import Gemm
-from terrazzo.ops.tiles.calls import has, lds64, pack2, syncwarp, wg_sync
-from terrazzo.ops.tiles.staged_rows import out_tokens, row_macros
+from terrazzo.ops.tiles.calls import lds64, pack2, rescale, wg_sync
+from terrazzo.ops.tiles.language import T
+from terrazzo.ops.tiles.staged_rows import Out, row_macros, store_macros
+from terrazzo.ops.tiles.types import Buffer, Buffers, Call, Macro
 
 
 def entering(gemm: Gemm) -> tuple[bool, bool]:
@@ -17,10 +16,8 @@ def entering(gemm: Gemm) -> tuple[bool, bool]:
     return not (gemm.raw or gemm.blocks), gemm.unsigned or gemm.zeros
 
 
-def fetch_macro(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: int) -> Callable[..., None]:
+def fetch_macro(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: int) -> Macro:
     """`fetch` of `store_macros`."""
-    import tilelang.language as T
-
     n, bm, rb, raw = gemm.n, block_tokens, row_blocks, gemm.raw
     scaled, corrected = entering(gemm)
     per_thread, of_matrix = -(-bm // 128), gemm.channels * (gemm.row_blocks * 64)
@@ -52,65 +49,50 @@ def fetch_macro(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: i
     return fetch
 
 
-def store_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: int) -> SimpleNamespace:
-    """`state` of the epilogue, macros `fetch` (when a tile begins) and `store` (when its sums are done), or `prepare`
-    and `store_slice` or `store_share`.
+def out_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: int) -> tuple[Call, Macro, Out]:
+    """Function `state` of the epilogue, macro `fetch` (when a tile begins), and what stores (when its sums are done).
 
     A thread's sums `acc` are int32 or float32 [row_blocks * block_tokens / 2]; a tile has `cta_blocks` row blocks.
     """
-    import tilelang.language as T
-
     n, bm, rb, nacc = gemm.n, block_tokens, row_blocks, block_tokens // 2
-    step, raw, bf16 = out_tokens(bm), gemm.raw, gemm.out_dtype == "bfloat16"
+    raw, bf16 = gemm.raw, gemm.out_dtype == "bfloat16"
     scaled, corrected = entering(gemm)
     per_thread = -(-bm // 128)
     rows = row_macros(n=n, out_dtype=gemm.out_dtype, out_bytes=gemm.out_bytes, whole=gemm.whole)
 
-    def state(Y, Os, Fs, Rs, **more) -> SimpleNamespace:
+    def state(**buffers: Buffer | None) -> Buffers:
         """Y [M, n], the program's shared buffers Os [warpgroups, staged], Fs f32 and Rs int32 [warpgroups, tokens],
-        registers for the values that wait, and what else the program adds."""
-        return SimpleNamespace(
-            **more,
-            Y=Y,
-            Os=Os,
-            Fs=Fs,
-            Rs=Rs,
-            x=T.alloc_local((per_thread,), "float32"),
-            r=T.alloc_local((per_thread,), "int32"),
-            s=T.alloc_local((rb * 2,), "float32"),
-            b=T.alloc_local((rb * 2,), "float32"),
-            x2=T.alloc_local((2,), "float32"),
-            r2=T.alloc_local((2,), "int32"),
-            w=T.alloc_local((rb * 2,), "int32") if gemm.zeros else None,
-            f=T.alloc_local((2,), "float32"),
-            o=T.alloc_local((4,), "uint32"),
-        )
+        what else the program adds, and registers for the values that wait."""
+        rows, two = (rb * 2, "float32"), (2, "float32")
+        return Buffers(
+            **buffers, x=(per_thread, "float32"), r=(per_thread, "int32"), s=rows, b=rows, x2=two, r2=(2, "int32"),
+            w=(rb * 2, "int32") if gemm.zeros else None, f=two, o=(4, "uint32"),
+        )  # fmt: skip
 
     fetch = fetch_macro(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks)
 
     @T.macro
     def prepare(to, wg, wt):
         """The token scales of the tile go to shared memory, before its first `store` or `store_slice`."""
-        if scaled or corrected:
-            wg_sync(wg)  # every warp is done with the scales of the tile before
-            for e in T.unroll(per_thread):
-                if e * 128 + wt < bm:
-                    if scaled:
-                        to.Fs[wg, e * 128 + wt] = to.x[e]
-                    if corrected:
-                        to.Rs[wg, e * 128 + wt] = to.r[e]
-            wg_sync(wg)
+        wg_sync(wg)  # every warp is done with the scales of the tile before
+        for e in T.unroll(per_thread):
+            if e * 128 + wt < bm:
+                if scaled:
+                    to.Fs[wg, e * 128 + wt] = to.x[e]
+                if corrected:
+                    to.Rs[wg, e * 128 + wt] = to.r[e]
+        wg_sync(wg)
 
     @T.macro
     def scale(to, acc, at, i, e):
         """Element i of the pair of sums at `at`, scaled; e picks its row of `to.s`."""
         if scaled:
-            to.f[i] = T.call_extern("float32", "tz_rescale", acc[at + i], to.s[e], to.x2[i], to.b[e])
+            to.f[i] = rescale(acc[at + i], to.s[e], to.x2[i], to.b[e])
         else:
             to.f[i] = acc[at + i] + to.b[e]
 
     @T.macro
-    def stage(to, acc, wg, warp, lane, r, first, q, alone):
+    def stage(to, acc, r, first, q, wg, warp, lane, alone):
         """16 tokens of row block r, from token `first` + 16 q of the tile on."""
         for e in T.unroll(4):
             at = r * nacc + (first // 8 + q * 2) * 4 + e * 2
@@ -135,52 +117,5 @@ def store_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: 
         if not raw:
             rows.put(to.Os, wg, warp, lane, q, to.o, alone)
 
-    @T.macro
-    def store(to, acc, c, wg, wt):
-        """The warpgroup stores every row block, `step` tokens at a time."""
-        warp = wt // 32
-        lane = wt % 32
-        prepare(to, wg, wt)
-        for r in T.unroll(rb):
-            row0 = (c.rows[0] * cta_blocks + wg * rb + r) * 64
-            for b in T.unroll(bm // step):
-                if not (scaled or corrected) or r + b > 0:  # else `prepare` was a barrier
-                    wg_sync(wg)
-                for q in T.unroll(step // 16):
-                    stage(to, acc, wg, warp, lane, r, b * step, q, False)
-                wg_sync(wg)
-                rows.write(to.Y, to.Os, wg, warp, lane, c.first[0] + b * step, c.end[0], row0, step, False)
-
-    @T.macro
-    def store_slice(to, acc, c, x, wg, wt):
-        """Each warp stores its 16 rows of 16 tokens for each bit of x.units, counted through the row blocks, after
-        `prepare`."""
-        warp = wt // 32
-        lane = wt % 32
-        for r in T.unroll(rb):
-            row0 = (c.rows[0] * cta_blocks + wg * rb + r) * 64 + warp * 16
-            for b in T.unroll(bm // 16):
-                if has(x.units[0], r * (bm // 16) + b):
-                    syncwarp()
-                    stage(to, acc, wg, warp, lane, r, b * 16, 0, True)
-                    syncwarp()
-                    rows.write(to.Y, to.Os, wg, warp, lane, c.first[0] + b * 16, c.end[0], row0, 16, True)
-
-    @T.macro
-    def store_share(to, acc, c, share, units, wg, wt):
-        """The warpgroup stores the share-th part of its sums, `units` units of 16 tokens, counted through the row
-        blocks, after `prepare`."""
-        warp = wt // 32
-        lane = wt % 32
-        for r in T.unroll(rb):
-            row0 = (c.rows[0] * cta_blocks + wg * rb + r) * 64
-            for b in T.unroll(bm // 16):
-                if share == (r * (bm // 16) + b) // units:
-                    wg_sync(wg)
-                    stage(to, acc, wg, warp, lane, r, b * 16, 0, False)
-                    wg_sync(wg)
-                    rows.write(to.Y, to.Os, wg, warp, lane, c.first[0] + b * 16, c.end[0], row0, 16, False)
-
-    return SimpleNamespace(
-        state=state, fetch=fetch, prepare=prepare, store=store, store_slice=store_slice, store_share=store_share
-    )
+    own = dict(block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks)
+    return state, fetch, store_macros(rows, stage, prepare=prepare if scaled or corrected else None, **own)

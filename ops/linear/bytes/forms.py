@@ -10,22 +10,17 @@ warpgroup; the other warpgroups' groups fill the tensor core meanwhile. A tile o
 two pieces whose sums of a group take turns in the same registers: it converts half as often.
 """
 
-from types import SimpleNamespace
-
 from terrazzo.ops.linear.bytes import direct, fp8_problem
 from terrazzo.ops.linear.bytes.operand import operand_macros
 from terrazzo.ops.linear.bytes.problem import UNIT_K, Gemm
-from terrazzo.ops.tiles.calls import wgmma
+from terrazzo.ops.linear.bytes.stages import Form
+from terrazzo.ops.tiles.calls import fma, wgmma
+from terrazzo.ops.tiles.language import T
+from terrazzo.ops.tiles.types import Macro
 
 
-def form_of(gemm: Gemm, *, block_tokens: int, row_blocks: int, pieces: int = 1, experts: int = 0) -> SimpleNamespace:
-    """The form of a problem's dequantization.
-
-    Attributes of the result: `sums`, dtype of a tile's sums; `group_sums`, registers for those of a group (1: none);
-    `pieces`, products of a tile's tokens; `registers`, the converter's; macros `start(io)` (of a tile; None: nothing),
-    `step(io, x, place, r, h, free)` and `settle_last(io)` (None: nothing). `io` holds w, u, a, codes, acc, part and f;
-    `free` says whether this lane gives the stage before back, which a step does when the wgmmas on it are complete.
-    """
+def form_of(gemm: Gemm, *, block_tokens: int, row_blocks: int, pieces: int = 1, experts: int = 0) -> Form:
+    """The form of a problem's dequantization."""
     if not gemm.converts:
         own = dict(block_tokens=block_tokens, row_blocks=row_blocks, pieces=pieces)
         return direct.form_of(gemm, **own, anywhere=experts > 0)
@@ -34,10 +29,8 @@ def form_of(gemm: Gemm, *, block_tokens: int, row_blocks: int, pieces: int = 1, 
     return integer_form(gemm, block_tokens=block_tokens)
 
 
-def product_macros(kinds: tuple[str, str], tokens: int) -> SimpleNamespace:
+def product_macro(kinds: tuple[str, str], tokens: int) -> Macro:
     """Macro `multiply`: wgmma of a set of operands with `tokens` tokens, as one group."""
-    import tilelang.language as T
-
     sums_of = tokens // 2
 
     @T.macro
@@ -51,39 +44,33 @@ def product_macros(kinds: tuple[str, str], tokens: int) -> SimpleNamespace:
         T.warpgroup_commit_batch()
         T.warpgroup_fence_operand(sums, at, sums_of)
 
-    return SimpleNamespace(multiply=multiply)
+    return multiply
 
 
-def integer_form(gemm: Gemm, *, block_tokens: int) -> SimpleNamespace:
+def integer_form(gemm: Gemm, *, block_tokens: int) -> Form:
     """`form_of` on int8 activations."""
-    import tilelang.language as T
-
     operand = operand_macros(gemm)
-    product = product_macros(("uint8" if gemm.unsigned else "int8", "int8"), block_tokens)
+    multiply = product_macro(("uint8" if gemm.unsigned else "int8", "int8"), block_tokens)
 
     @T.macro
     def step(io, x, place, r, h, free):
         operand.convert(io.w, h * 4, io.u, io.a, h * 8, io.codes, h)
-        product.multiply(io.a, io.acc, r * (block_tokens // 2), x, h, 0, 2, 1)
+        multiply(io.a, io.acc, r * (block_tokens // 2), x, h, 0, 2, 1)
         T.warpgroup_wait(1)
         if r == 0 and h == 0:  # the wgmmas on the stage before are complete
             place.release(0, free)
 
-    return SimpleNamespace(
-        sums="int32", group_sums=1, pieces=1, registers=operand.registers, start=None, step=step, settle_last=None
-    )
+    return Form("int32", step, operand.registers)
 
 
-def post_form(gemm: fp8_problem.Gemm, *, block_tokens: int, row_blocks: int, pieces: int) -> SimpleNamespace:
+def post_form(gemm: fp8_problem.Gemm, *, block_tokens: int, row_blocks: int, pieces: int) -> Form:
     """`form_of` on e4m3 activations; `pieces`: into which a tile's tokens are parted."""
-    import tilelang.language as T
-
     groups, nacc, rb = gemm.groups, block_tokens // 2, row_blocks
     at_once = block_tokens // pieces  # tokens of a product
     nsum = at_once // 2
     splits = max(groups // 2, 1)  # parts of 64 k with sums of their own
     operand = fp8_problem.operand_macros(gemm)
-    product = product_macros(("e4m3", "e4m3"), at_once)
+    multiply = product_macro(("e4m3", "e4m3"), at_once)
 
     def of_piece(x, piece):
         """The tile of X, from a piece of its tokens on."""
@@ -97,7 +84,7 @@ def post_form(gemm: fp8_problem.Gemm, *, block_tokens: int, row_blocks: int, pie
         T.warpgroup_fence_operand(part, num_regs=nsum)
         first = r * nacc + piece * nsum
         for i in T.unroll(nsum):
-            acc[first + i] = T.call_extern("float32", "__fmaf_rn", part[i], f[i % 4 // 2], acc[first + i])
+            acc[first + i] = fma(part[i], f[i % 4 // 2], acc[first + i])
         T.warpgroup_fence_operand(acc, first, nsum)  # before the next wgmma: moved behind it, ptxas serializes all
 
     @T.macro
@@ -119,28 +106,20 @@ def post_form(gemm: fp8_problem.Gemm, *, block_tokens: int, row_blocks: int, pie
                 operand.factors(io.f, 0, io.u[(h * 2 + e) * groups // 4])
                 if r == 0 and h == 0 and e == 0:
                     place.release(0, free)
-            product.multiply(io.a, io.part, 0, x, h, e, 2 // splits, h * 2 if groups == 1 else 0)
+            multiply(io.a, io.part, 0, x, h, e, 2 // splits, h * 2 if groups == 1 else 0)
             if groups > 1:
                 for piece in T.unroll(pieces - 1):
                     settle(io.acc, io.part, io.f, r, piece)
-                    product.multiply(io.a, io.part, 0, of_piece(x, piece + 1), h, e, 2 // splits, 0)
+                    multiply(io.a, io.part, 0, of_piece(x, piece + 1), h, e, 2 // splits, 0)
         if groups == 1 and h == 1:
             for piece in T.unroll(pieces - 1):
                 settle(io.acc, io.part, io.f, r, piece)
                 for half in T.unroll(2):
-                    product.multiply(io.a, io.part, 0, of_piece(x, piece + 1), half, 0, 2, half * 2)
+                    multiply(io.a, io.part, 0, of_piece(x, piece + 1), half, 0, 2, half * 2)
 
     @T.macro
     def settle_last(io):
         """The last group joins the sums of the tile."""
         settle(io.acc, io.part, io.f, rb - 1, pieces - 1)
 
-    return SimpleNamespace(
-        sums="float32",
-        group_sums=nsum,
-        pieces=pieces,
-        registers=operand.registers,
-        start=start,
-        step=step,
-        settle_last=settle_last,
-    )  # fmt: skip
+    return Form("float32", step, operand.registers, nsum, pieces, start, settle_last)

@@ -1,11 +1,14 @@
 """What the programs on e4m3 activations share with those on int8 (`problem`), and what is their own."""
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 from terrazzo.layouts.converters import Converter, get_converter
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.linear.bytes import direct, problem
+from terrazzo.ops.linear.bytes.operand import ByteOperand
+from terrazzo.ops.tiles.calls import call
+from terrazzo.ops.tiles.language import T
+from terrazzo.ops.tiles.types import Buffers
 
 E4M3, E2M1 = "e4m3", "e2m1"
 CONVERTERS = {E4M3: "z4_e4m3", E2M1: "e2m1_e4m3"}
@@ -18,23 +21,15 @@ OUT_DTYPES = ("float16", "bfloat16")
 class Gemm(problem.Gemm):
     """y[M, n] = x[M, k] w[n, k]^T as `problem.Gemm`, x e4m3; a record holds a float16 factor for each of 64 rows."""
 
+    row_values = False
+    float_sums = True
+    schedule_form = "e4m3 post"
+
     def __post_init__(self):
         check_out_dtype(self.out_dtype)
         problem.Gemm(self.n, self.k, self.group, self.out_dtype, "xor", self.bias)  # the checks that both share
         if self.dequantization == E2M1 and self.group != 32:
             raise ArgumentError("group", self.group, "must be 32 of MXFP4", "leave it out")
-
-    @property
-    def row_values(self) -> bool:
-        return False
-
-    @property
-    def float_sums(self) -> bool:
-        return True
-
-    @property
-    def schedule_form(self) -> str:
-        return "e4m3 post"
 
     @property
     def converter(self) -> Converter:
@@ -53,14 +48,9 @@ def of(n: int, k: int, group: int, out_dtype: str, dequantization: str, bias: bo
     return kind(n, k, group, out_dtype, dequantization, bias)
 
 
-def operand_macros(gemm: Gemm) -> SimpleNamespace:
-    """Macros `convert`, `word` and `mma` (mma.sync) in place of those of `operand`, and `factors` of a record."""
-    import tilelang.language as T
-
+def operand_macros(gemm: problem.Gemm) -> ByteOperand:
+    """As `operand.operand_macros`."""
     name = gemm.converter.device_name
-
-    def registers() -> SimpleNamespace:
-        return SimpleNamespace(o=T.alloc_local((2,), "uint32"))
 
     @T.macro
     def word(w, at, o, v, row):
@@ -70,15 +60,10 @@ def operand_macros(gemm: Gemm) -> SimpleNamespace:
     @T.macro
     def mma(acc, to, a, at, x, b, f, row):
         """m16n8k32: acc[to .. to + 3] += a[at .. at + 3] x[b .. b + 1], times f[row], f[row + 1] of rows g, g + 8."""
-        T.call_extern(
-            "handle",
-            "tz_mma_e4m3",
-            T.access_ptr(acc[to], "rw", 4),
-            T.access_ptr(a[at], "r", 4),
-            T.access_ptr(x[b], "r", 2),
-            f[row],
+        call(
+            "mma_e4m3", T.access_ptr(acc[to], "rw", 4), T.access_ptr(a[at], "r", 4), T.access_ptr(x[b], "r", 2), f[row],
             f[row + 1],
-        )
+        )  # fmt: skip
 
     @T.macro
     def convert(w, at, u, a, to, held, h):
@@ -91,7 +76,7 @@ def operand_macros(gemm: Gemm) -> SimpleNamespace:
     @T.macro
     def factors(f, at, u):
         """f[at], f[at + 1]: of rows g and g + 8, from the word u of their record."""
-        f[at] = T.call_extern("float32", "tz_unpack<false, 0>", u)
-        f[at + 1] = T.call_extern("float32", "tz_unpack<false, 1>", u)
+        f[at] = call("unpack<false, 0>", u, returns="float32")
+        f[at + 1] = call("unpack<false, 1>", u, returns="float32")
 
-    return SimpleNamespace(registers=registers, convert=convert, word=word, mma=mma, factors=factors)
+    return ByteOperand(lambda: Buffers(o=(2, "uint32")), convert, word, mma, factors)

@@ -20,44 +20,30 @@ conversion (`direct_warps`).
 With experts, a CTA finds its own as in ops/linear/multistage.py.
 """
 
-from types import SimpleNamespace
-from typing import Any
-
 from terrazzo.ops.linear.bytes import direct_warps, fp8_problem
+from terrazzo.ops.linear.bytes.operand import ByteOperand
 from terrazzo.ops.linear.bytes.operand import operand_macros as byte_macros
 from terrazzo.ops.linear.bytes.problem import BLOCK_WORDS, RECORD_BYTES, UNIT_K, Gemm
 from terrazzo.ops.tiles import mma_tiles
-from terrazzo.ops.tiles.calls import cp_commit, cp_wait, last_arrival, lds32, lds128, pack2, syncwarp
+from terrazzo.ops.tiles.calls import call, cp_commit, cp_wait, last_arrival, lds32, lds128, pack2, rescale, syncwarp
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.mma_tiles import Tile, element, sts32
 from terrazzo.ops.tiles.primitives import prelude
-from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
-from terrazzo.ops.tiles.scheduler import scalars
+from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, take
+from terrazzo.ops.tiles.types import Buffers, Call, Macro, PrimFunc, Scalar, scalars
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 MOST_SUMS = 128  # accumulator registers of a thread beside two sets of operands
 MOST_E4M3 = 32  # and beside the products of two passes, which ptxas lets wait for their scaling
 
 
-def shared_bytes(
-    gemm: Gemm, *, block_tokens: int, warps: int, row_blocks: int, stages: int, token_warps: int = 1, kc: int = 1
-) -> int:
+def shared_bytes(gemm: Gemm, shape: Tile) -> int:
     """Shared memory of a CTA, bytes."""
-    shape = Tile(block_tokens, warps, row_blocks, token_warps)
-    flag = 1024 if kc > 1 else 0  # one word, and the alignment of what follows
-    return shape.x_bytes(stages) + stages * shape.blocks * gemm.unit_words * 4 + flag
+    flag = 1024 if shape.kc > 1 else 0  # one word, and the alignment of what follows
+    return shape.x_bytes + shape.stages * shape.blocks * gemm.unit_words * 4 + flag
 
 
-def build(
-    target,
-    *,
-    n: int,
-    k: int,
-    group: int,
-    out_dtype: str,
-    dequantization: str,
-    bias: bool,
-    **tile: int,
-):
+def build(target, *, experts: int = 0, **params: Scalar):
     """The prim_func `main(X, W, S, XS, RS, B, WS, SEM, Y)` for any M; with experts, int32 [E + 1] comes last.
 
     Shapes: X int8 [M, k]; W int32 [Kp/128, Np/64, unit words]; S f32 [Np] channel scales; XS f32 [M] token scales; RS
@@ -73,17 +59,21 @@ def build(
     blocks are as many as in ops/linear/multistage.py.
 
     Args:
-        target: a Target whose shared memory the ring must fit in, or None. tile: of `program`.
+        target: a Target whose shared memory the ring must fit in, or None.
+        params: of `fp8_problem.of` and `Tile`, whose stages hold 128 k.
 
     Raises:
-        ArgumentError: a format outside these limits.
+        ArgumentError: a format or a configuration outside these limits, or one that needs more than 255 registers.
     """
-    return program(target, fp8_problem.of(n, k, group, out_dtype, dequantization, bias), **tile)
+    gemm = take(fp8_problem.of, params)
+    shape, e4m3 = Tile(**params), gemm.float_sums and gemm.dequantization != "fast"
+    most = (MOST_E4M3 if e4m3 else MOST_SUMS) * 2
+    shape.check(units=gemm.units, most=most, need=shared_bytes(gemm, shape), target=target)
+    return program(gemm, shape, experts)
 
 
-def operand_macros(gemm: Gemm, shape: Tile, operand: SimpleNamespace) -> SimpleNamespace:
+def operand_macros(gemm: Gemm, shape: Tile, operand: ByteOperand) -> tuple[Macro, Macro, Macro]:
     """Macros `load_words` and `load_params`, from a stage of the ring, and `convert`, by `operand`."""
-    import tilelang.language as T
 
     @T.macro
     def load_words(Ws, w, slot, h, tile, lane):
@@ -106,12 +96,7 @@ def operand_macros(gemm: Gemm, shape: Tile, operand: SimpleNamespace) -> SimpleN
             if gemm.float_sums:
                 operand.factors(v, m * 2, word)
             else:
-                T.call_extern(
-                    "handle",
-                    "tz_lqq_params",
-                    word,
-                    T.access_ptr(v[m * 4], "w", 4),
-                )
+                call("lqq_params", word, T.access_ptr(v[m * 4], "w", 4))
 
     @T.macro
     def convert(w, a, v, o, m, step):
@@ -120,30 +105,24 @@ def operand_macros(gemm: Gemm, shape: Tile, operand: SimpleNamespace) -> SimpleN
             operand.word(w, m * 4 + r, o, v, m * 4 + r % 2 * 2)
             a[(step % 2 * shape.row_blocks + m) * 4 + r] = o[step % 2]
 
-    return SimpleNamespace(load_words=load_words, load_params=load_params, convert=convert)
+    return load_words, load_params, convert
 
 
-def store_macros(gemm: Gemm, shape: Tile, experts: int) -> SimpleNamespace:
-    """Macro `store`; `state()`, the registers of values that wait."""
-    import tilelang.language as T
-
+def store_macros(gemm: Gemm, shape: Tile, experts: int) -> tuple[Call, Macro]:
+    """Function `state`, the registers of values that wait; macro `store`."""
     rb, pairs, blocks, pitch = shape.row_blocks, shape.pairs, shape.blocks, shape.out_pitch
     n, raw, unsigned, bf16 = gemm.n, gemm.raw, gemm.unsigned, gemm.out_dtype == "bfloat16"
     zeros, of_matrix = gemm.zeros, gemm.row_blocks * 64
-    out = mma_tiles.out_macros(shape, n=n, vec=2)
+    stage, write = mma_tiles.out_macros(shape, n=n, vec=2)
     first = lambda c, count: c.expert[0] * count if experts else 0  # of the expert's rows
     end = lambda c, Y: c.end[0] if experts else Y.shape[0]
 
-    def state() -> SimpleNamespace:
-        return SimpleNamespace(
-            s=T.alloc_local((rb * 2,), "float32"),
-            w=T.alloc_local((rb * 2,), "int32") if zeros else None,
-            b=T.alloc_local((rb * 2,), "float32"),
-            x=T.alloc_local((4,), "float32"),
-            r=T.alloc_local((4,), "int32"),
-            f=T.alloc_local((2,), "float32"),
-            o=T.alloc_local((1,), "uint32"),
-        )
+    def state() -> Buffers:
+        rows = rb * 2, "float32"
+        return Buffers(
+            s=rows, w=(rb * 2, "int32") if zeros else None, b=rows, x=(4, "float32"), r=(4, "int32"), f=(2, "float32"),
+            o=(1, "uint32"),
+        )  # fmt: skip
 
     @T.macro
     def store(Y, S, XS, RS, B, Xs, acc, held, c, warp, tile, column, lane):
@@ -189,122 +168,83 @@ def store_macros(gemm: Gemm, shape: Tile, experts: int) -> SimpleNamespace:
                         if T.And(token < end(c, Y), row < n):
                             sts32(element(4, Y, "w", token, n, row), T.reinterpret(acc[at], "uint32"))
                     else:
-                        held.f[i % 2] = T.call_extern(
-                            "float32",
-                            "tz_rescale",
-                            acc[at],
-                            held.s[m * 2 + i % 4 // 2],
-                            held.x[i // 4 * 2 + i % 2],
-                            held.b[m * 2 + i % 4 // 2],
+                        held.f[i % 2] = rescale(
+                            acc[at], held.s[m * 2 + i % 4 // 2], held.x[i // 4 * 2 + i % 2], held.b[m * 2 + i % 4 // 2]
                         )
                         if i % 2 == 1:
                             held.o[0] = pack2(held.f[0], held.f[1], bf16=bf16)
-                            out.stage(Xs, held.o, warp * (16 * pitch), m, i // 2, lane)
+                            stage(Xs, held.o, warp * (16 * pitch), m, i // 2, lane)
             if not raw:
                 syncwarp()
-                out.write(Y, Xs, warp * (16 * pitch), token0, row0, end(c, Y), lane)
+                write(Y, Xs, warp * (16 * pitch), token0, row0, end(c, Y), lane)
 
-    return SimpleNamespace(state=state, store=store)
-
-
-def program(
-    target,
-    gemm: Gemm,
-    *,
-    block_tokens: int,
-    warps: int,
-    row_blocks: int = 2,
-    stages: int = 3,
-    token_warps: int = 1,
-    kc: int = 1,
-    raster: int = 8,
-    experts: int = 0,
-):
-    """The prim_func of `build` for a problem.
-
-    Args:
-        block_tokens: tokens of a CTA; each of its `token_warps` warp columns takes an equal multiple of 16.
-        warps: warps of a CTA. warps / token_warps * row_blocks is a multiple of 4: a CTA owns whole blocks of 64 rows.
-        row_blocks: row tiles of 16 of a warp.
-        stages: ring stages of 128 k, at least 2.
-        kc: CTAs that share the k of a tile, at most ceil(k / 128).
-        raster: token blocks that walk over the rows together, so that both operands stay in L2.
-        experts: whose matrices follow each other; 0: one matrix.
-
-    Raises:
-        ArgumentError: a configuration outside these limits, or one that needs more than 255 registers.
-    """
-    e4m3 = gemm.float_sums and gemm.dequantization != "fast"
-    config = dict(block_tokens=block_tokens, warps=warps, row_blocks=row_blocks, token_warps=token_warps)
-    shape, need = Tile(**config), shared_bytes(gemm, **config, stages=stages, kc=kc)
-    most = (MOST_E4M3 if e4m3 else MOST_SUMS) * 2
-    shape.check(stages=stages, kc=kc, units=gemm.units, most=most, need=need, target=target)
-    return tile_program(gemm, shape, stages=stages, kc=kc, raster=raster, experts=experts)
+    return state, store
 
 
-def tile_program(gemm: Gemm, shape: Tile, *, stages: int, kc: int, raster: int, experts: int):
-    """The prim_func of `program` for legal values."""
-    import tilelang.language as T
-
+def program(gemm: Gemm, shape: Tile, experts: int) -> PrimFunc:
+    """The prim_func of `build` for legal values."""
     n, k, rb, threads, converts = gemm.n, gemm.k, shape.row_blocks, shape.threads, gemm.converts
     e4m3, scaled, channels = converts and gemm.float_sums, gemm.blocks, gemm.channels
     units, all_blocks, ig, unit_words = gemm.units, gemm.row_blocks, gemm.groups, gemm.unit_words
-    pairs, nacc, blocks = shape.pairs, shape.sums, shape.blocks
+    pairs, nacc, blocks, stages, kc = shape.pairs, shape.sums, shape.blocks, shape.stages, shape.kc
     row_tiles = -(-all_blocks // blocks)
     run = 4 // ig  # passes of a stage with the same parameters
     operand = fp8_problem.operand_macros(gemm) if gemm.float_sums else byte_macros(gemm)
     sum_type = "float32" if gemm.float_sums else "int32"
-    tiles = mma_tiles.place_macros(shape, row_tiles=row_tiles, raster=raster, experts=experts)
-    xs = mma_tiles.x_macros(shape, k=k, stage_k=UNIT_K)
-    ws = mma_tiles.unit_macros(shape, row_blocks=all_blocks, unit_words=unit_words)
-    partial = mma_tiles.partial_macros(shape, kc=kc, dtype=sum_type)
+    place, token_blocks_of = mma_tiles.place_macros(shape, row_tiles=row_tiles, experts=experts)
+    issue_x, load_x = mma_tiles.x_macros(shape, k=k, stage_k=UNIT_K)
+    issue_units = mma_tiles.unit_macro(shape, row_blocks=all_blocks, unit_words=unit_words)
+    leave, gather = mma_tiles.partial_macros(shape, sum_type)
     used = ("cp_async", "lds", "ldmatrix", "pack", "semaphore", "int8", *(["e4m3"] if gemm.float_sums else []))
     found = [mma_tiles.EXPERTS_SOURCE] if experts else []
     found += [direct_warps.SOURCE] if not converts and gemm.float_sums else []
     source = prelude(*used, extra=(mma_tiles.SOURCE, *([gemm.converter.device_source] if converts else []), *found))
     M, TILES, matrices = T.dynamic("m"), T.dynamic("tiles"), max(experts, 1)
-    token_blocks, end = tiles.token_blocks(M), lambda c: c.end[0] if experts else M
+    token_blocks, end = token_blocks_of(M), lambda c: c.end[0] if experts else M
 
     @T.macro
     def issue(X, W, Xs, Ws, c, unit, slot, tx):
         """Copies of 128 k."""
-        xs.issue(X, Xs, "tz_cp_async", c.tokens[0], unit, slot, tx, end(c))
-        ws.issue(W, Ws, c, c.expert[0] * units + unit if experts else unit, slot, tx)
+        issue_x(X, Xs, "tz_cp_async", c.tokens[0], unit, slot, tx, end(c))
+        issue_units(W, Ws, c, c.expert[0] * units + unit if experts else unit, slot, tx)
 
-    weights = operand_macros(gemm, shape, operand) if converts else direct_warps.operand_macros(gemm, shape)
+    if converts:
+        load_words, load_params, convert = operand_macros(gemm, shape, operand)
+    else:
+        warps = direct_warps.operand_macros(gemm, shape)
 
     @T.macro
     def fetch(held, S, XS, c, unit, tile, column, lane, m):
         """The scales of 128 k."""
         rows, token = c.rows[0] * (blocks * 4) + tile, c.tokens[0] + column * shape.tokens + lane % 4 * 2
-        weights.fetch(held, S, XS, c.expert[0] if experts else 0, unit, rows, token, m)
+        warps.fetch(held, S, XS, c.expert[0] if experts else 0, unit, rows, token, m)
 
-    out = store_macros(gemm, shape, experts)
+    state, store = store_macros(gemm, shape, experts)
 
     @T.macro
     def compute(X, W, S, XS, RS, B, WS, SEM, Y, offsets):
         with T.Kernel(token_blocks * row_tiles, kc, threads=threads, prelude=source) as (bx, bz):
-            Xs = T.alloc_shared((shape.x_bytes(stages),), "int8")
+            Xs = T.alloc_shared((shape.x_bytes,), "int8")
             Ws = T.alloc_shared((stages * blocks * unit_words,), "int32")
             w = T.alloc_local((rb * 4,), "uint32") if converts else None
             a = T.alloc_local((rb * 8,), "uint32")
             x = T.alloc_local((pairs * 4,), "uint32")
             if not converts:
-                v = weights.scales()
+                v = warps.scales()
             elif e4m3:
                 v = T.alloc_local((rb * 2,), "float32")
             else:
                 v = T.alloc_local((rb * 4,), "uint32")
             o = T.alloc_local((2,), "uint32") if converts else None
             acc = T.alloc_local((nacc,), sum_type)
-            held = out.state()
+            held = state()
             c = scalars("tokens", "rows", "count", "slot", "free", *(["expert", "end"] if experts else []))
             tx = T.get_thread_binding()
             lane = tx % 32
             warp = tx // 32
             tile = warp % shape.row_warps * rb
             column = warp // shape.row_warps
-            tiles.place(c, bx, offsets, M)
+            place(c, bx, offsets, M)
             k0 = bz * units // kc
             kn = (bz + 1) * units // kc - k0
             if experts:
@@ -320,21 +260,21 @@ def tile_program(gemm: Gemm, shape: Tile, *, stages: int, kc: int, raster: int, 
             cp_wait(stages - 1)
             T.sync_threads()
             if converts:
-                weights.load_words(Ws, w, 0, 0, tile, lane)
-                weights.load_params(Ws, v, 0, 0, tile, lane)
+                load_words(Ws, w, 0, 0, tile, lane)
+                load_params(Ws, v, 0, 0, tile, lane)
             for p in T.unroll(pairs):
-                xs.load(Xs, x, 0, 0, p, column, lane)
+                load_x(Xs, x, 0, 0, p, column, lane)
             for m in T.unroll(rb):
                 if converts:
-                    weights.convert(w, a, v, o, m, 0)
+                    convert(w, a, v, o, m, 0)
                 else:
-                    weights.load(Ws, a, 0, 0, 0, m, tile, lane)
+                    warps.load(Ws, a, 0, 0, 0, m, tile, lane)
             if scaled:
                 fetch(v, S, XS, c, k0, tile, column, lane, M)
 
             for unit in T.serial(kn):
                 if scaled:
-                    weights.turn(v)
+                    warps.turn(v)
                     fetch(v, S, XS, c, k0 + T.min(unit + 1, kn - 1), tile, column, lane, M)
                 for j in T.unroll(4):
                     if j == 3:  # this stage has been read, the next one is complete
@@ -346,36 +286,36 @@ def tile_program(gemm: Gemm, shape: Tile, *, stages: int, kc: int, raster: int, 
                             issue(X, W, Xs, Ws, c, k0 + unit + stages, c.free[0], tx)
                         cp_commit()
                     if converts and j % 2 == 1:
-                        weights.load_words(Ws, w, c.slot[0], (j + 1) % 4 // 2, tile, lane)
+                        load_words(Ws, w, c.slot[0], (j + 1) % 4 // 2, tile, lane)
                     if converts and not e4m3 and (j + 1) % run == 0:  # of what is converted now
-                        weights.load_params(Ws, v, c.slot[0], (j + 1) % 4 // run, tile, lane)
+                        load_params(Ws, v, c.slot[0], (j + 1) % 4 // run, tile, lane)
                     for p in T.unroll(pairs):
                         for m in T.unroll(rb):
                             for e in T.unroll(2):
                                 to, at = ((m * pairs + p) * 2 + e) * 4, (j % 2 * rb + m) * 4
                                 if not converts:
-                                    weights.mma(acc, to, a, at, x, p * 4 + e * 2, v, m, p * 2 + e)
+                                    warps.mma(acc, to, a, at, x, p * 4 + e * 2, v, m, p * 2 + e)
                                 elif e4m3:
                                     operand.mma(acc, to, a, at, x, p * 4 + e * 2, v, m * 2)
                                 else:
                                     operand.mma(acc, to, a, at, x, p * 4 + e * 2)
-                        xs.load(Xs, x, c.slot[0], (j + 1) % 4, p, column, lane)
+                        load_x(Xs, x, c.slot[0], (j + 1) % 4, p, column, lane)
                         for m in T.unroll(rb):
                             if m * pairs // rb == p:
                                 if converts:
-                                    weights.convert(w, a, v, o, m, j + 1)
+                                    convert(w, a, v, o, m, j + 1)
                                 else:
-                                    weights.load(Ws, a, c.slot[0], (j + 1) % 4, (j + 1) % 2, m, tile, lane)
+                                    warps.load(Ws, a, c.slot[0], (j + 1) % 4, (j + 1) % 2, m, tile, lane)
                     if e4m3 and (j + 1) % run == 0:  # of what is multiplied next
-                        weights.load_params(Ws, v, c.slot[0], (j + 1) % 4 // run, tile, lane)
+                        load_params(Ws, v, c.slot[0], (j + 1) % 4 // run, tile, lane)
             T.sync_threads()  # the staged output shares memory with X
             if kc > 1:
-                partial.leave(WS, acc, bx, bz, tx)
+                leave(WS, acc, bx, bz, tx)
                 if last_arrival(SEM[bx], kc):
-                    partial.gather(WS, acc, bx, tx)
-                    out.store(Y, S, XS, RS, B, Xs, acc, held, c, warp, tile, column, lane)
+                    gather(WS, acc, bx, tx)
+                    store(Y, S, XS, RS, B, Xs, acc, held, c, warp, tile, column, lane)
             else:
-                out.store(Y, S, XS, RS, B, Xs, acc, held, c, warp, tile, column, lane)
+                store(Y, S, XS, RS, B, Xs, acc, held, c, warp, tile, column, lane)
 
     tensors = (
         T.Tensor((M, k), "int8"),
@@ -391,10 +331,8 @@ def tile_program(gemm: Gemm, shape: Tile, *, stages: int, kc: int, raster: int, 
     return _main(compute, tensors, experts)
 
 
-def _main(compute: Any, tensors: tuple, experts: int) -> Any:
+def _main(compute: Macro, tensors: tuple, experts: int) -> PrimFunc:
     """The prim_func "main" that runs the macro; dense weights have no offsets of experts."""
-    import tilelang.language as T
-
     x, w, s, xs, rs, b, ws, sem, y = tensors
 
     if experts:

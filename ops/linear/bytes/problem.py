@@ -3,17 +3,30 @@
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from terrazzo.layouts.converters import Converter, get_converter
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.tiles.language import T
+from terrazzo.ops.tiles.types import Expr
 
 DEQUANTIZATIONS = {"xor": "u4_s8_lqq", "unsigned": "u4_u8_lqq"}  # -> the converter
 OUT_DTYPES = ("float16", "bfloat16", "int32")
 UNIT_K = 128  # k extent of a unit of 64 rows: two packed blocks, then the parameter records
 BLOCK_WORDS = 512  # words of 64 rows by 64 k
 RECORD_BYTES = 128  # (s, a) of 64 rows
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What a launch brings: expressions of the shapes, `extent` of B and `bias`, whether it is one; flag `whole`."""
+
+    row_blocks: Expr
+    units: Expr
+    all_units: Expr
+    extent: Expr
+    bias: Expr
+    whole: bool
 
 
 @dataclass(frozen=True)
@@ -37,9 +50,22 @@ class Gemm:
 
     converters: ClassVar[Mapping[str, str]] = DEQUANTIZATIONS
 
-    launched: ClassVar[SimpleNamespace | None] = None
-    """Of a program without shapes: expressions `row_blocks`, `units`, `all_units`, `extent` of B and `bias`, whether it
-    is one; flag `whole`."""
+    launched: ClassVar[Launched | None] = None
+    """Of a program without shapes."""
+    row_values: ClassVar[bool] = True
+    """Whether RS holds an int32 for each token."""
+    float_sums: ClassVar[bool] = False
+    """Whether sums of products are float32, not int32."""
+    zeros: ClassVar[bool] = False
+    """Whether RS holds zero points of the tokens."""
+    blocks: ClassVar[bool] = False
+    """Whether XS and S hold a scale for each 128 k."""
+    converts: ClassVar[bool] = True
+    """Whether codes of the weight are converted to operands, in registers."""
+    channels: ClassVar[int] = 1
+    """float32 of a row in S."""
+    schedule_form: ClassVar[str] = "s8 integer"
+    """Of schedules, a key of `schedules.forms.FORMS`."""
 
     def __post_init__(self):
         if self.group not in (32, 64, 128):
@@ -66,41 +92,6 @@ class Gemm:
         return self.dequantization == "unsigned"
 
     @property
-    def row_values(self) -> bool:
-        """Whether RS holds an int32 for each token."""
-        return True
-
-    @property
-    def float_sums(self) -> bool:
-        """Whether sums of products are float32, not int32."""
-        return False
-
-    @property
-    def zeros(self) -> bool:
-        """Whether RS holds zero points of the tokens."""
-        return False
-
-    @property
-    def blocks(self) -> bool:
-        """Whether XS and S hold a scale for each 128 k."""
-        return False
-
-    @property
-    def converts(self) -> bool:
-        """Whether codes of the weight are converted to operands, in registers."""
-        return True
-
-    @property
-    def channels(self) -> int:
-        """float32 of a row in S."""
-        return 1
-
-    @property
-    def schedule_form(self) -> str:
-        """Of schedules, a key of `schedules.forms.FORMS`."""
-        return "s8 integer"
-
-    @property
     def converter(self) -> Converter:
         return get_converter(self.converters[self.dequantization])
 
@@ -119,7 +110,7 @@ class Gemm:
         return -(-self.k // UNIT_K)
 
     @property
-    def adds_bias(self) -> Any:
+    def adds_bias(self) -> Expr:
         """Whether B is added: known, or a condition of the launch."""
         return self.bias if self.launched is None else self.launched.bias
 
@@ -141,7 +132,7 @@ class Gemm:
     def out_bytes(self) -> int:
         return 4 if self.raw else 2
 
-    def extents(self, matrices: int) -> tuple[Any, Any]:
+    def extents(self, matrices: int) -> tuple[Expr, Expr]:
         """Of W along the units of all matrices, and of B."""
         if self.launched is not None:
             return self.launched.all_units, self.launched.extent
@@ -150,18 +141,9 @@ class Gemm:
     def at_launch(self, whole: bool, matrices: int = 1) -> "Gemm":
         """The same of whatever n and k a launch brings. B then has n elements of each matrix where there is a bias,
         else another number."""
-        import tilelang.language as T
-
         n, k, row_blocks, units, extent = (T.dynamic(name) for name in ("n", "k", "blocks", "units", "bias"))
         made = copy(self)
-        facts = SimpleNamespace(
-            row_blocks=row_blocks,
-            units=units // matrices,
-            all_units=units,
-            extent=extent,
-            bias=extent == matrices * n,
-            whole=whole,
-        )
+        facts = Launched(row_blocks, units // matrices, units, extent, extent == matrices * n, whole)
         for name, value in (("n", n), ("k", k), ("launched", facts)):
             object.__setattr__(made, name, value)
         return made

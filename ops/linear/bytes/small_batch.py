@@ -6,97 +6,68 @@ parameters of 16 rows for each 128 k) with no barrier in the main loop; they sum
 memory once per `chunk` tiles. With kc > 1 the last CTA of a row range sums the kc partials. All sums are int32.
 """
 
-from types import SimpleNamespace
-
 from terrazzo.ops.linear.bytes import fp8_problem
 from terrazzo.ops.linear.bytes.operand import operand_macros
 from terrazzo.ops.linear.bytes.problem import UNIT_K, Gemm
-from terrazzo.ops.tiles.calls import lds32, lds128
+from terrazzo.ops.tiles.calls import lds32, lds128, rescale
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.primitives import prelude
-from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
+from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, take
 from terrazzo.ops.tiles.resident import (
     ROW_WORDS,
     Split,
     cluster_shape,
     resident_macros,
-    resident_rows,
     sum_macros,
     unit_macros,
     write_macro,
     x_bytes,
 )
-from terrazzo.ops.tiles.resident_pipeline import nothing, walk_macro
+from terrazzo.ops.tiles.resident_pipeline import Steps, walk_macro
+from terrazzo.ops.tiles.types import Buffers, Macro, Scalar
 from terrazzo.schedules.clusters import PAIR
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 
 
-def out_macros(gemm: Gemm, split: Split, *, tokens: int) -> SimpleNamespace:
-    """Macros `store`, as `sum_macros` wants it, and `fetch_tokens`, of up to `tokens` of them.
+def out_macros(gemm: Gemm, split: Split) -> tuple[Macro, Macro]:
+    """Macros `store`, as `sum_macros` wants it, and `fetch_tokens`.
 
-    `to` of `store` is (Cs, Fs, Rs, at, B, Y, o4): scales of rows and of tokens and sums of tokens in shared memory, the
-    CTA's place, bias, y, four registers in its dtype.
+    `to` of `store` has Cs, Fs and Rs, scales of rows and of tokens and sums of tokens in shared memory, B, Y, and o4,
+    four registers in its dtype.
     """
-    import tilelang.language as T
-
     write = write_macro(gemm.n)
+    bias = lambda to, row: to.B[T.min(row, gemm.n - 1)] if gemm.bias else T.float32(0)
 
     @T.macro
-    def store(to, r4, tok, row):
+    def store(to, at, r4, tok, row):
         """Four rows of one token in the output dtype."""
-        Cs, Fs, Rs, at, B, Y, o4 = to
         if row < gemm.n:
             for i in T.unroll(4):
                 if gemm.unsigned:
-                    r4[i] = r4[i] - Rs[tok] * 128
+                    r4[i] = r4[i] - to.Rs[tok] * 128
                 if gemm.raw:
-                    o4[i] = r4[i]
+                    to.o4[i] = r4[i]
                 else:
-                    o4[i] = T.cast(
-                        T.call_extern(
-                            "float32",
-                            "tz_rescale",
-                            r4[i],
-                            Cs[row - at.t0 * 16 + i],
-                            Fs[tok],
-                            B[T.min(row + i, gemm.n - 1)] if gemm.bias else T.float32(0),
-                        ),
-                        gemm.out_dtype,
+                    to.o4[i] = T.cast(
+                        rescale(r4[i], to.Cs[row - at.t0 * 16 + i], to.Fs[tok], bias(to, row + i)), gemm.out_dtype
                     )
-            write(Y, o4, tok, row)
+            write(to.Y, to.o4, tok, row)
 
     @T.macro
     def fetch_tokens(XS, RS, Fs, Rs, m, tx):
         """What the sums of the tokens below m are scaled with, and what is subtracted from them."""
         tok = split.threads - 1 - tx  # the first warp asks for X
-        if tok < T.min(m, tokens):
+        if tok < T.min(m, split.rows):
             if not gemm.raw:
                 Fs[tok] = XS[tok]
             if gemm.unsigned:
                 Rs[tok] = RS[tok]
 
-    return SimpleNamespace(store=store, fetch_tokens=fetch_tokens)
+    return store, fetch_tokens
 
 
-def build(
-    target,
-    *,
-    n: int,
-    k: int,
-    group: int,
-    out_dtype: str,
-    dequantization: str,
-    bias: bool,
-    token_tiles: int,
-    kc: int,
-    nc: int,
-    warps: int,
-    chunk: int,
-    stages: int,
-    cluster: int = 1,
-    joined: bool = False,
-    tokens: int = 0,
-):
+def build(target, **params: Scalar):
     """The prim_func `main(X, W, S, XS, RS, B, WS, SEM, Y)` for M <= tokens, which is 8 * token_tiles where it is 0.
 
     Shapes: X int8 [M, k]; W int32 [Kp/128, Np/64, unit words]; S f32 [Np] channel scales; XS f32 [M] token scales; RS
@@ -105,37 +76,30 @@ def build(
     With `dequantization` "e4m3", the bytes of X are e4m3, RS [1] is not read, and WS is f32. With `joined`,
     pairs of CTAs along k are clusters, WS is [kc / 2, tokens, Np] and SEM [2 nc]; one pair needs neither.
     """
-    import tilelang.language as T
-
-    gemm = fp8_problem.of(n, k, group, out_dtype, dequantization, bias)
+    gemm = take(fp8_problem.of, params)
     e4m3 = gemm.float_sums
     sum_type = "float32" if e4m3 else "int32"
-    nt, ig, rows = token_tiles, gemm.groups, gemm.row_blocks * 64
-    most = resident_rows(nt, tokens)
-    split = Split(gemm.units, gemm.row_blocks * 4, kc, nc, warps, chunk)
+    split = Split(gemm.units, gemm.row_blocks * 4, **params)
+    nt, ig, rows, most = split.token_tiles, gemm.groups, gemm.row_blocks * 64, split.rows
+    kc, nc, warps, chunk, cluster, joined = split.kc, split.nc, split.warps, split.chunk, split.cluster, split.joined
+    n, k, stages = gemm.n, gemm.k, split.stages
     pitch = split.cta_items * UNIT_K + 16  # bytes; 16 mod 128: ldmatrix without conflicts
     raw = gemm.raw
     pdl = target.supports("pdl")
     bulk_copies = target.supports("bulk_copy")
     operand = fp8_problem.operand_macros(gemm) if e4m3 else operand_macros(gemm)
-    resident = resident_macros(split, k=k, rows=most, pitch=pitch, size=1, bulk_copies=bulk_copies, cluster=cluster)
-    ring = unit_macros(token_tiles=nt, rows=most, chunk=chunk, groups=ig, stages=stages, pitch=pitch)
+    resident = resident_macros(split, k=k, pitch=pitch, size=1, bulk_copies=bulk_copies)
+    ring = unit_macros(split, groups=ig, pitch=pitch)
     source = prelude(
-        "cp_async",
-        "lds",
-        "ldmatrix",
-        "semaphore",
-        "int8",
-        *(["pack", "e4m3"] if e4m3 else []),
-        *(["multicast" if cluster > 1 else "bulk"] if bulk_copies else []),
-        *(["cluster"] if joined else []),
+        "cp_async", "lds", "ldmatrix", "semaphore", "int8", *(["pack", "e4m3"] if e4m3 else []),
+        *(["multicast" if cluster > 1 else "bulk"] if bulk_copies else []), *(["cluster"] if joined else []),
         extra=(gemm.converter.device_source,),
-    )
+    )  # fmt: skip
     cluster_dims = cluster_shape(target, kc, cluster, joined)
     M = T.dynamic("m")
 
-    out = out_macros(gemm, split, tokens=most)
-    sums = sum_macros(split, token_tiles=nt, tokens=most, dtype=sum_type, store=out.store, joined=joined)
+    store, fetch_scales = out_macros(gemm, split)
+    sums = sum_macros(split, sum_type, store)
 
     @T.macro
     def issue(io, at, base, q, lane):
@@ -148,7 +112,7 @@ def build(
 
     @T.macro
     def fetch_tokens(io, m, tx, at):
-        out.fetch_tokens(io.XS, io.RS, io.Fs, io.Rs, m, tx)
+        fetch_scales(io.XS, io.RS, io.Fs, io.Rs, m, tx)
 
     @T.macro
     def item(io, at, gi, slot, lane):
@@ -171,10 +135,8 @@ def build(
                             operand.mma(io.acc, to, io.a, e * 4, io.x, b)
 
     walk = walk_macro(
-        SimpleNamespace(issue=issue, before=before, behind=nothing, tokens=fetch_tokens, open=nothing, item=item),
-        split=split, resident=resident, sums=sums, stages=stages, step_words=ring.step, token_tiles=nt, pdl=pdl,
-        joined=joined,
-    )  # fmt: skip
+        Steps(issue, item, before, tokens=fetch_tokens), split, resident, sums, step_words=ring.step, pdl=pdl
+    )
 
     @T.prim_func
     def main(
@@ -183,10 +145,10 @@ def build(
         S: T.Tensor((rows,), "float32"),
         XS: T.Tensor((M,), "float32"),
         RS: T.Tensor((1 if e4m3 else M,), "int32"),
-        B: T.Tensor((n if bias else 1,), "float32"),
+        B: T.Tensor((n if gemm.bias else 1,), "float32"),
         WS: T.Tensor((kc // PAIR if joined else kc, most, rows), sum_type),
         SEM: T.Tensor((nc * PAIR if joined else nc,), "int32"),
-        Y: T.Tensor((M, n), out_dtype),
+        Y: T.Tensor((M, n), gemm.out_dtype),
     ):
         with T.Kernel(kc, nc, threads=split.threads, prelude=source, **cluster_dims) as (bk, bn):
             Xs = T.alloc_shared((x_bytes(target, most, pitch, 4 * warps * stages * ring.step),), "int8")
@@ -204,16 +166,12 @@ def build(
             acc = T.alloc_local((chunk * nt * 4,), sum_type)
             f = T.alloc_local((2 * ig,), "float32")
             r4 = T.alloc_local((4,), sum_type)
-            o4 = T.alloc_local((4,), out_dtype)
+            o4 = T.alloc_local((4,), gemm.out_dtype)
             held = operand.registers()
-            tx = T.get_thread_binding()
-            warp = tx // 32
-            lane = tx % 32
-            at = resident.place(bk, bn, warp)
-            io = SimpleNamespace(
+            io = Buffers(
                 X=X, W=W, S=S, XS=XS, RS=RS, WS=WS, SEM=SEM, Xs=Xs, R=R, Q=Q, Cs=Cs, Fs=Fs, Rs=Rs, xbar=xbar, mail=mail,
-                w=w, u=u, a=a, x=x, acc=acc, f=f, r4=r4, held=held, to=(Cs, Fs, Rs, at, B, Y, o4),
+                w=w, u=u, a=a, x=x, acc=acc, f=f, r4=r4, held=held, to=Buffers(Cs=Cs, Fs=Fs, Rs=Rs, B=B, Y=Y, o4=o4),
             )  # fmt: skip
-            walk(io, M, bk, bn, at, warp, lane, tx)
+            walk(io, M, bk, bn)
 
     return main

@@ -4,34 +4,31 @@ The shared memory of a stage is X int8 [block_tokens, 128], swizzled by 128 byte
 tile, int32 [row blocks, unit words]; programs hold them for all stages in Xs and Ws.
 """
 
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import dataclass
 
 from terrazzo.ops.linear.bytes.problem import BLOCK_WORDS, UNIT_K
-from terrazzo.ops.tiles.calls import bulk, bulk_at, lds32, lds128, matrix, place
+from terrazzo.ops.tiles.calls import bulk, bulk_at, lds32, lds128, matrix, place, tma_tile
+from terrazzo.ops.tiles.language import T
+from terrazzo.ops.tiles.scheduler import Ring
+from terrazzo.ops.tiles.types import Buffers, Call, Expr, Macro
 
 
 def fill_macros(
-    rings: SimpleNamespace,
-    *,
-    row_blocks: int,
-    cta_blocks: int,
-    unit_words: int,
-    unit: Callable[[SimpleNamespace, Any], Any] = lambda c, kb: kb,
-    also: Callable[..., None] | None = None,
-) -> SimpleNamespace:
-    """Macro `fill_weights(io, c, kb)`: the warp of the weights fills a stage, for `each_unit` of the tile scheduler.
+    rings: Ring, *, row_blocks: Expr, cta_blocks: int, unit_words: int, unit: Call = lambda c, kb: kb,
+    also: Macro | None = None, also_tokens: Macro | None = None, ends: bool = True,
+) -> tuple[Macro, Macro]:  # fmt: skip
+    """Macros `fill_weights(io, c, kb)` and `fill_tokens`: the warps of the weights and of X fill a stage, for
+    `each_unit` of the tile scheduler.
 
     Args:
-        rings: of `ring_macros`. row_blocks: of 64 rows, of the weight; cta_blocks: of them, those of a tile.
+        row_blocks: of 64 rows, of the weight; cta_blocks: of them, those of a tile.
         unit: expression of the first index of W [units, row_blocks, unit_words].
-        also: macro of what comes with the units, called as `fill_weights` is, by one thread.
+        also, also_tokens: macros of what comes with the units and the tokens, called as these are, by one thread.
+        ends: whether the tokens of a tile end at `c.end`; else with X.
 
-    `io` holds W, Ws, the barriers `full` and `empty`, `ring` and `leader`, whether this thread is the warp's first.
+    `io` holds W, Ws, X, Xs, the barriers `full` and `empty`, `ring`, `leader` and `leader_of_tokens`, whether this
+    thread is a warp's first.
     """
-    import tilelang.language as T
-
     known = isinstance(row_blocks, int)
 
     @T.macro
@@ -41,19 +38,15 @@ def fill_macros(
         T.mbarrier_expect_tx(io.full[io.ring.stage[0]], count * (unit_words * 4))
         if not known:
             bulk_at(
-                io.Ws[io.ring.stage[0], 0, 0],
-                io.W,
-                (unit(c, kb) * row_blocks + c.rows[0] * cta_blocks) * (unit_words // 4),
-                count * (unit_words * 4),
+                io.Ws[io.ring.stage[0], 0, 0], io.W,
+                (unit(c, kb) * row_blocks + c.rows[0] * cta_blocks) * (unit_words // 4), count * (unit_words * 4),
                 io.full[io.ring.stage[0]],
-            )
+            )  # fmt: skip
         elif count > 0:
             bulk(
-                io.Ws[io.ring.stage[0], 0, 0],
-                io.W[unit(c, kb), c.rows[0] * cta_blocks, 0],
-                count * (unit_words * 4),
+                io.Ws[io.ring.stage[0], 0, 0], io.W[unit(c, kb), c.rows[0] * cta_blocks, 0], count * (unit_words * 4),
                 io.full[io.ring.stage[0]],
-            )
+            )  # fmt: skip
 
     @T.macro
     def fill_weights(io, c, kb):
@@ -66,21 +59,73 @@ def fill_macros(
             T.barrier_arrive(io.full[io.ring.stage[0]])
         rings.advance(io.ring)
 
-    return SimpleNamespace(fill_weights=fill_weights)
+    @T.macro
+    def fill_tokens(io, c, kb):
+        """The same of X."""
+        rings.acquire(io.empty, io.ring)
+        at = io.Xs, io.ring.stage[0], io.X, c.first[0], kb * UNIT_K, io.full[io.ring.stage[0]]
+        tma_tile(*at, c.end[0] if ends else None)
+        if also_tokens is not None:
+            if io.leader_of_tokens:
+                also_tokens(io, c, kb)
+        T.barrier_arrive(io.full[io.ring.stage[0]])
+        rings.advance(io.ring)
+
+    return fill_weights, fill_tokens
 
 
-def consumer_macros(*, block_tokens: int, cta_blocks: int, unit_words: int, groups: int) -> SimpleNamespace:
-    """What a consumer finds once and then reads by adding bytes: `places()`, its state, macros `find_tokens`,
-    `find_units` and `load_unit`, and `tokens(at, stage)`, for `wgmma`, the tile of X in a stage.
+@dataclass(frozen=True)
+class Consumer:
+    """What a consumer finds once and then reads by adding bytes.
+
+    Attributes:
+        places: function of no arguments, its state.
+        find, find_units: macros.
+        load: macro of a unit; or function `rows(at, stage, r)`, where units are operands as they lie.
+        tokens: function `tokens(at, stage)`, for wgmma, the tile of X in a stage.
+    """
+
+    places: Call
+    find: Macro
+    find_units: Macro
+    load: Call
+    tokens: Call
+
+
+@dataclass(frozen=True)
+class Form:
+    """How scales enter a product on wgmma (forms.py).
+
+    Attributes:
+        sums: dtype of a tile's sums.
+        step: macro `step(io, x, place, r, h, free)`, 64 k of a row block; `free` says whether this lane gives the stage
+            before back, which a step does when the wgmmas on it are complete. Of units that are operands as they lie
+            `step(io, w, x, place, r, free)`, 128 k.
+        registers: the converter's. group_sums: registers for sums of a group (1: none).
+        pieces: products of a tile's tokens.
+        start, settle_last: macros of `io`, at a tile's begin and end. `io` holds w, u, a, codes, acc, part and f.
+        settles: whether a step gives the stage back that it used.
+    """
+
+    sums: str
+    step: Macro
+    registers: Call | None = None
+    group_sums: int = 1
+    pieces: int = 1
+    start: Macro | None = None
+    settle_last: Macro | None = None
+    settles: bool = False
+
+
+def consumer_macros(*, block_tokens: int, cta_blocks: int, unit_words: int, groups: int) -> Consumer:
+    """Of units that are converted.
 
     A unit is of 64 rows by 128 k: int32 [unit_words], words of its two 64 k and 32 parameters for each group. A stage
     counts from the one that was found.
     """
-    import tilelang.language as T
 
-    def places() -> SimpleNamespace:
-        kinds = {"words": "uint32", "params": "uint32", "x": "uint64"}
-        return SimpleNamespace(**{name: T.alloc_local((1,), kind) for name, kind in kinds.items()})
+    def places() -> Buffers:
+        return Buffers(words=(1, "uint32"), params=(1, "uint32"), x=(1, "uint64"))
 
     @T.macro
     def find_tokens(at, desc, Xs, stage):
@@ -103,10 +148,8 @@ def consumer_macros(*, block_tokens: int, cta_blocks: int, unit_words: int, grou
         for q in T.unroll(groups):
             u[q] = lds32(at.params[0] + first + T.uint32(q * 32 * 4))
 
-    def tokens(at: SimpleNamespace, stage: Any) -> Any:
+    def tokens(at: Buffers, stage: Expr) -> Expr:
         step = T.cast(stage, "uint32") * T.uint32(block_tokens * UNIT_K // 16)
         return at.x[0] + T.cast(step, "uint64")
 
-    return SimpleNamespace(
-        places=places, find_tokens=find_tokens, find_units=find_units, load_unit=load_unit, tokens=tokens
-    )
+    return Consumer(places, find_tokens, find_units, load_unit, tokens)

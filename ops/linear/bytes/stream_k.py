@@ -18,32 +18,22 @@ consumed: ptxas may move an arrive in front of a load's return (docs/tile-progra
 "A release of a stage").
 """
 
-from types import SimpleNamespace
-
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.linear.bytes import direct, fp8_problem
-from terrazzo.ops.linear.bytes.epilogue import store_macros
+from terrazzo.ops.linear.bytes.epilogue import out_macros
 from terrazzo.ops.linear.bytes.forms import form_of
 from terrazzo.ops.linear.bytes.problem import UNIT_K, Gemm
-from terrazzo.ops.linear.bytes.stages import consumer_macros, fill_macros
-from terrazzo.ops.tiles.calls import opaque, tma_tile
+from terrazzo.ops.linear.bytes.stages import Form, consumer_macros, fill_macros
+from terrazzo.ops.tiles.calls import opaque
 from terrazzo.ops.tiles.cluster_shares import cluster_macros
-from terrazzo.ops.tiles.pipeline import pipeline_macros
+from terrazzo.ops.tiles.language import T
+from terrazzo.ops.tiles.pipeline import Steps, Work, pipeline_macro
 from terrazzo.ops.tiles.primitives import prelude
-from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, check_tile
-from terrazzo.ops.tiles.scheduler import (
-    EXPERTS_SOURCE,
-    expert_macros,
-    partition_macros,
-    plan_state,
-    ring_macros,
-    ring_state,
-    segment_state,
-    table_state,
-    table_words,
-)
-from terrazzo.ops.tiles.shares import finish_macros, share_macros, slice_state, spare_registers
-from terrazzo.ops.tiles.staged_rows import out_tokens, staged
+from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, check_tile, take
+from terrazzo.ops.tiles.scheduler import EXPERTS_SOURCE, Ring, expert_macros, partition_macros, ring_macros, table_words
+from terrazzo.ops.tiles.shares import finish_macros, share_macros, spare_registers
+from terrazzo.ops.tiles.staged_rows import Out, out_tokens, staged
+from terrazzo.ops.tiles.types import Buffers, Call, Macro, Scalar
 from terrazzo.schedules.stream_k import StreamK
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
@@ -53,24 +43,7 @@ PRIMITIVES = (
 )  # fmt: skip
 
 
-def build(
-    target,
-    *,
-    n: int,
-    k: int,
-    group: int,
-    out_dtype: str,
-    dequantization: str,
-    bias: bool,
-    block_tokens: int,
-    warpgroups: int,
-    row_blocks: int,
-    stages: int,
-    raster: int = 8,
-    cluster: int = 1,
-    experts: int = 0,
-    whole: bool = True,
-):
+def build(target, *, experts: int = 0, whole: bool = True, **params: Scalar):
     """The prim_func `main(X, W, S, XS, RS, B, WS, SEM, Y, sk)`; with E = `experts`, int32 [E + 1] instead of sk.
 
     Shapes: X int8 [M, k]; W int32 [Kp/128, Np/64, unit words]; S f32 [Np] channel scales; XS f32 [M] token scales; RS
@@ -86,29 +59,23 @@ def build(
     With n = k = 0 the kernel has no shape: both come with the launch, as does whether B has a bias. `whole`: rows of Y
     are whole pieces of 16 bytes.
     """
-    if cluster > 1 and experts:
+    gemm = take(fp8_problem.of, params)
+    gemm = gemm if gemm.n else gemm.at_launch(whole, max(experts, 1))
+    schedule = StreamK(**params, form=gemm.schedule_form)
+    if schedule.cluster > 1 and experts:
         constraint = "tiles of experts are found on the device, not shared by clusters"
-        raise ArgumentError("cluster", cluster, constraint, "use 1")
-    gemm = fp8_problem.of(n, k, group, out_dtype, dequantization, bias)
-    gemm = gemm if n else gemm.at_launch(whole, max(experts, 1))
-    schedule = StreamK(
-        block_tokens, warpgroups, row_blocks, stages, raster=raster, cluster=cluster, form=gemm.schedule_form
-    )
+        raise ArgumentError("cluster", schedule.cluster, constraint, "use 1")
     check_tile(schedule)
     return program(gemm, schedule, experts)
 
 
-def tile_macros(gemm: Gemm, schedule: StreamK, form: SimpleNamespace, experts: int) -> SimpleNamespace:
-    """Who computes which segment of which tile, and how its sums become rows of y: `tokens`, `tiles`, `rings`, `out`,
-    `peers`, `tail`, and `exchange`, whether CTAs that share a tile alike part its sum."""
-    import tilelang.language as T
-
+def work_of(gemm: Gemm, schedule: StreamK, form: Form, out: Out, exchange: bool, experts: int) -> Work:
+    """The work of CTAs; `exchange`: those that share a tile alike part its sum."""
     bm, wgs, rb, cluster = schedule.block_tokens, schedule.warpgroups, schedule.row_blocks, schedule.cluster
     cta_blocks = schedule.cta_blocks
     row_tiles = -(-gemm.row_blocks // cta_blocks)
     if gemm.launched is not None:
         row_tiles = T.truncdiv(gemm.row_blocks + (cta_blocks - 1), cta_blocks)
-    exchange = not experts and schedule.parts and cluster == 1
     tokens = expert_macros(experts=experts, block_tokens=bm, units=gemm.units, row_tiles=row_tiles)
     tiles = partition_macros(
         units=gemm.units, row_tiles=row_tiles, raster=schedule.raster, exchange=exchange or cluster > 1, cluster=cluster
@@ -116,54 +83,33 @@ def tile_macros(gemm: Gemm, schedule: StreamK, form: SimpleNamespace, experts: i
     rings = ring_macros(stages=schedule.stages, rounds=not experts and rb == 1 and form.pieces == 1)
     spare = spare_registers(wgs, schedule.sums) if cluster == 1 else 0  # shares are rare there
     shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=schedule.flags, dtype=form.sums, spare=spare)
-    out = store_macros(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=schedule.cta_blocks)
     peers = cluster_macros(
         size=cluster, warpgroups=wgs, row_blocks=rb, block_tokens=bm, dtype=form.sums, units=gemm.units,
         stages=schedule.stages, each=1, stage_bytes=bm * UNIT_K, rings=rings,
     )  # fmt: skip
-    tail = finish_macros(
-        tiles, shares, store=out.store, exchange=exchange, prepare=out.prepare, store_slice=out.store_slice,
-        peers=peers if cluster > 1 else None, store_share=out.store_share,
-    )  # fmt: skip
-    return SimpleNamespace(tokens=tokens, tiles=tiles, rings=rings, out=out, peers=peers, tail=tail, exchange=exchange)
+    finish, _ = finish_macros(tiles, shares, out, exchange=exchange, peers=peers if cluster > 1 else None)
+    return Work(tokens, tiles, rings, finish, peers)
 
 
-def step_macros(
-    gemm: Gemm, schedule: StreamK, form: SimpleNamespace, work: SimpleNamespace, experts: int = 0
-) -> SimpleNamespace:
-    """The steps that `pipeline_macros` wants, and `places()`, a consumer's state."""
-    import tilelang.language as T
-
+def steps_of(gemm: Gemm, schedule: StreamK, form: Form, rings: Ring, fetch: Macro, experts: int) -> tuple[Steps, Call]:
+    """The steps, and function `places`, a consumer's state. fetch: the epilogue's."""
     bm, rb, cta_blocks = schedule.block_tokens, schedule.row_blocks, schedule.cta_blocks
-    converts, blocks, sums, rings, out = gemm.converts, gemm.blocks, rb * bm // 2, work.rings, work.out
+    converts, blocks, sums = gemm.converts, gemm.blocks, rb * bm // 2
     units, unit_words, all_blocks = gemm.units, gemm.unit_words, gemm.row_blocks
-    starts, settles = (getattr(form, name, None) for name in ("start", "settle_last"))
-    own_stages = getattr(form, "settles", False)  # given back by the step that used them
     unit_of = lambda c, kb: c.expert[0] * units + kb
     own = dict(row_blocks=all_blocks, cta_blocks=cta_blocks, unit=unit_of)
-    scaled = direct.scale_macros(block_tokens=bm, anywhere=experts > 0, **own) if blocks else None
-    fills = fill_macros(rings, unit_words=unit_words, also=scaled.fill_rows if blocks else None, **own)
+    also_tokens, also = direct.scale_macros(block_tokens=bm, anywhere=experts > 0, **own) if blocks else (None, None)
+    fills = fill_macros(rings, unit_words=unit_words, also=also, also_tokens=also_tokens, **own)
     if converts:
         steps = consumer_macros(block_tokens=bm, cta_blocks=cta_blocks, unit_words=unit_words, groups=gemm.groups)
     else:
         steps = direct.consumer_macros(block_tokens=bm, cta_blocks=cta_blocks)
 
     @T.macro
-    def fill_tokens(io, c, kb):
-        """The warp of X fills a stage."""
-        rings.acquire(io.empty, io.ring)
-        tma_tile(io.Xs, io.ring.stage[0], io.X, c.first[0], kb * UNIT_K, io.full[io.ring.stage[0]], c.end[0])
-        if blocks:
-            if io.leader_of_tokens:
-                scaled.fill_tokens(io, c, kb)
-        T.barrier_arrive(io.full[io.ring.stage[0]])
-        rings.advance(io.ring)
-
-    @T.macro
     def open(io, ring):
         """X and the ring's barriers."""
         if converts:
-            steps.find_tokens(io.at, io.desc, io.Xs, 0)
+            steps.find(io.at, io.desc, io.Xs, 0)
         else:
             steps.find(io.at.x, io.desc, io.Xs, 0)
             steps.find(io.at.all, io.rows, io.Ws, 0)
@@ -172,12 +118,12 @@ def step_macros(
     @T.macro
     def begin(io, ring, c, wg, wt):
         """What the epilogue will want is on its way; sums of nothing."""
-        out.fetch(io.S, io.XS, io.RS, io.B, io.to, c, wg, wt)
+        fetch(io.S, io.XS, io.RS, io.B, io.to, c, wg, wt)
         if blocks and experts:
             io.past[0] = c.first[0] % direct.MORE
         for i in T.unroll(sums):
             io.acc[i] = 0
-        if starts is not None:
+        if form.start is not None:
             form.start(io)
         if converts:
             steps.find_units(io.at, io.Ws, 0, wg * rb, wt)  # anew: kept while the tile ends, it would be spilled
@@ -191,11 +137,11 @@ def step_macros(
         tile = steps.tokens(io.at, place.stage(0))
         for r in T.unroll(rb):
             if converts:
-                steps.load_unit(io.at, io.w, io.u, place.stage(0), r)
+                steps.load(io.at, io.w, io.u, place.stage(0), r)
                 for h in T.unroll(2):
                     form.step(io, tile, place, r, h, T.And(io.lane == 0, follows))
             else:
-                rows = steps.rows(io.at, place.stage(0), r)
+                rows = steps.load(io.at, place.stage(0), r)
                 form.step(io, rows, tile, place, r, T.And(io.lane == 0, follows))
         place.advance()
 
@@ -210,24 +156,20 @@ def step_macros(
     @T.macro
     def end(io, ring, c, lane):
         """The last products are complete, and their stage goes back."""
-        if settles is not None:
+        if form.settle_last is not None:
             form.settle_last(io)
         T.warpgroup_wait(0)
         T.warpgroup_fence_operand(io.acc, num_regs=sums)
-        if not own_stages:
+        if not form.settles:
             rings.release(ring, lane == 0)
         if rb > 1:
             opaque(c.first[0])  # addresses of y are not made before, and spilled
 
-    return SimpleNamespace(
-        fill_weights=fills.fill_weights, fill_tokens=fill_tokens, open=open, begin=begin, unit=unit, drain=drain,
-        end=end, places=steps.places,
-    )  # fmt: skip
+    return Steps(*fills, open, begin, unit, drain, end), steps.places
 
 
 def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
     """The prim_func of `build` for a problem and a legal schedule."""
-    import tilelang.language as T
     from tilelang.layout import make_full_bank_swizzled_layout
 
     bm, wgs, rb, cluster = schedule.block_tokens, schedule.warpgroups, schedule.row_blocks, schedule.cluster
@@ -235,8 +177,11 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
     units, unit_words, all_blocks = gemm.units, gemm.unit_words, gemm.row_blocks
     ct, sums = wgs * 128, rb * bm // 2
     form = form_of(gemm, block_tokens=bm, row_blocks=rb, pieces=schedule.pieces, experts=experts)
-    work = tile_macros(gemm, schedule, form, experts)
-    out, steps = work.out, step_macros(gemm, schedule, form, work, experts)
+    exchange = not experts and schedule.parts and cluster == 1
+    state, fetch, out = out_macros(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks)
+    work = work_of(gemm, schedule, form, out, exchange, experts)
+    steps, places = steps_of(gemm, schedule, form, work.rings, fetch, experts)
+    run = pipeline_macro(steps, work, schedule, experts)
     matrices = max(experts, 1)
     all_units, extent = gemm.extents(matrices)
     used = (*PRIMITIVES, *(["e4m3"] if gemm.float_sums else []), *(["cluster"] if cluster > 1 else []))
@@ -251,11 +196,6 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
     dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
     M, G = T.dynamic("m"), T.dynamic("grid")
     MP = T.dynamic("mp") if blocks else M
-
-    pipeline = pipeline_macros(
-        steps, block_tokens=bm, warpgroups=wgs, tokens=work.tokens, tiles=work.tiles, rings=work.rings,
-        peers=work.peers, tail=work.tail, experts=experts, cluster=cluster,
-    )  # fmt: skip
 
     @T.prim_func
     def main(
@@ -273,7 +213,7 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
         with T.Kernel(G, threads=ct + 128, prelude=source, **dims) as cta:
             Xs = T.alloc_shared((stages, bm, UNIT_K), "int8")
             Ws = T.alloc_shared((stages, *of_stage), "int32")
-            Os = T.alloc_shared((wgs, staged(gemm.out_bytes, out_tokens(bm), alone=work.exchange)), gemm.out_dtype)
+            Os = T.alloc_shared((wgs, staged(gemm.out_bytes, out_tokens(bm), alone=exchange)), gemm.out_dtype)
             Fs = T.alloc_shared((wgs, bm), "float32")
             Rs = T.alloc_shared((wgs, bm if gemm.unsigned or gemm.zeros else 1), "int32")
             Es = T.alloc_shared((table_words(experts),), "int32")
@@ -290,22 +230,17 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
             acc = T.alloc_local((sums,), form.sums)
             part = T.alloc_local((form.group_sums,), "float32")
             f = T.alloc_local((3 if blocks else 2,), "float32")
-            to = out.state(Y, Os, Fs, Rs, ring=Xs, ready=ready, sent=sent)
+            to = state(ring=Xs, ready=ready, sent=sent, Y=Y, Os=Os, Fs=Fs, Rs=Rs)
             past = T.alloc_local((1,), "int32") if blocks and experts else None
             desc = T.alloc_wgmma_desc()
             rows = None if converts else T.alloc_wgmma_desc()
-            at = steps.places()
-            p = plan_state()
-            c = segment_state()
-            x = slice_state()
-            ring = ring_state()
-            table = table_state()
+            at = places()
             T.annotate_layout({it: make_full_bank_swizzled_layout(it) for it in ((Xs,) if converts else (Xs, Ws))})
-            io = SimpleNamespace(
+            io = Buffers(
                 X=X, W=W, S=S, XS=XS, RS=RS, B=B, WS=WS, SEM=SEM, Xs=Xs, Ws=Ws, Es=Es, full=full, empty=empty,
                 ready=ready, w=w, u=u, a=a, f=f, acc=acc, part=part, codes=codes, desc=desc, at=at, to=to, rows=rows,
                 Ts=Ts, Ss=Ss, past=past,
             )  # fmt: skip
-            pipeline.run(io, p, c, x, ring, table, parts, G, cta)
+            run(io, parts, G, cta)
 
     return main

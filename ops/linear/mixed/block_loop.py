@@ -5,31 +5,40 @@ f32 and scaled behind the wgmmas of the next one. `halves`: a block is multiplie
 `blocks`: two sets of s32 sums alternate.
 """
 
-from collections.abc import Callable
-from types import SimpleNamespace
+from dataclasses import dataclass
 
-from terrazzo.ops.linear.mixed.problem import BLOCK_WORDS, SCALES, UNIT_K
+from terrazzo.ops.linear.bytes.stages import Consumer
+from terrazzo.ops.linear.mixed.problem import BLOCK_WORDS, SCALES, UNIT_K, row_scales, scaled
 from terrazzo.ops.tiles.calls import lds32, lds64, lds128, syncwarp, turn_pass, turn_wait, wgmma
+from terrazzo.ops.tiles.language import T
+from terrazzo.ops.tiles.scheduler import Ring
+from terrazzo.ops.tiles.types import Macro
 from terrazzo.schedules import forms
 from terrazzo.schedules.stream_k import StreamK
 
 
-def registers_of(schedule: StreamK) -> SimpleNamespace:
+@dataclass(frozen=True)
+class Held:
     """`width`, tokens of a wgmma; `parts`, s32 sums of a thread; `copies`, of them as f32; `operands`."""
+
+    width: int
+    parts: int
+    copies: int
+    operands: int
+
+
+def registers_of(schedule: StreamK) -> Held:
+    """What a thread holds."""
     bm, form = schedule.block_tokens, forms.held(schedule)
     width = bm // 2 if form == "halves" else bm
-    return SimpleNamespace(
-        width=width,
-        parts=bm if form == "blocks" else width // 2,
-        copies=bm // 2 if form in ("blocks", "kept") else 1,
+    return Held(
+        width=width, parts=bm if form == "blocks" else width // 2, copies=bm // 2 if form in ("blocks", "kept") else 1,
         operands=32 if form == "blocks" else 16,
-    )
+    )  # fmt: skip
 
 
-def product_macros(schedule: StreamK) -> SimpleNamespace:
+def product_macros(schedule: StreamK) -> tuple[Macro, Macro, Macro, Macro, Macro]:
     """Macros of a block's products and sums: `multiply` and `multiply_in_turn`, `done`, `keep`, `scale`."""
-    import tilelang.language as T
-
     wgs, turns, width = schedule.warpgroups, schedule.turns, registers_of(schedule).width
 
     @T.macro
@@ -74,21 +83,13 @@ def product_macros(schedule: StreamK) -> SimpleNamespace:
         for j in T.unroll(width // 8):
             lds64(f, Fs[stage, first + j * 8 + lane % 4 * 2])
             for i in T.unroll(4):
-                acc[first // 2 + j * 4 + i] = T.call_extern(
-                    "float32",
-                    "tz_scaled",
-                    acc[first // 2 + j * 4 + i],
-                    T.cast(sums[j * 4 + i], "float32"),
-                    f[i % 2],
-                    s[i // 2],
-                )
+                acc[first // 2 + j * 4 + i] = scaled(acc[first // 2 + j * 4 + i], sums[j * 4 + i], f[i % 2], s[i // 2])
 
-    return SimpleNamespace(multiply=multiply, multiply_in_turn=multiply_in_turn, done=done, keep=keep, scale=scale)
+    return multiply, multiply_in_turn, done, keep, scale
 
 
-def block_macros(rings: SimpleNamespace, operand: SimpleNamespace) -> SimpleNamespace:
+def block_macros(rings: Ring, convert_words: Macro) -> tuple[Macro, Macro, Macro, Macro]:
     """Macros that begin and end a block: `fetch`, `convert`, `begin` (both) and `end`."""
-    import tilelang.language as T
 
     @T.macro
     def load_unit(Ws, w, u, stage, block, wt):
@@ -111,7 +112,7 @@ def block_macros(rings: SimpleNamespace, operand: SimpleNamespace) -> SimpleName
     def convert(w, a, codes, set):
         """The words of a block into a[set .. set + 15]: A fragments of four k32."""
         for h in T.unroll(2):
-            operand.convert(w, h * 4, a, set + h * 8, codes)
+            convert_words(w, h * 4, a, set + h * 8, codes)
 
     @T.macro
     def begin(Ws, w, u, a, codes, ring, local, wg, wt, set, old):
@@ -125,25 +126,17 @@ def block_macros(rings: SimpleNamespace, operand: SimpleNamespace) -> SimpleName
         local.late[0] = ring.before[0]
         rings.advance(ring)
 
-    return SimpleNamespace(fetch=fetch, convert=convert, begin=begin, end=end)
+    return fetch, convert, begin, end
 
 
-def loop_macro(
-    schedule: StreamK, rings: SimpleNamespace, steps: SimpleNamespace, operand: SimpleNamespace
-) -> Callable[..., None]:
+def loop_macro(schedule: StreamK, rings: Ring, steps: Consumer, convert_words: Macro) -> Macro:
     """Macro `loop(io, c, ring, wg, wt, lane)`: the blocks of segment c, whose sums join io.acc.
 
-    Args:
-        rings, steps, operand: of `ring_macros`, `consumer_macros` and `convert_macros`. `io` holds Ws, Fs, w, u, a,
-            codes, acc, part, sums, f, s, at and local.
+    convert_words: of `convert_macros`. `io` holds Ws, Fs, w, u, a, codes, acc, part, sums, f, s, at and local.
     """
-    import tilelang.language as T
-
     form, width, nacc = forms.held(schedule), registers_of(schedule).width, schedule.block_tokens // 2
-    block, product = block_macros(rings, operand), product_macros(schedule)
-    fetch, convert, begin, end = block.fetch, block.convert, block.begin, block.end
-    multiply, multiply_in_turn, done = product.multiply, product.multiply_in_turn, product.done
-    keep, scale = product.keep, product.scale
+    fetch, convert, begin, end = block_macros(rings, convert_words)
+    multiply, multiply_in_turn, done, keep, scale = product_macros(schedule)
 
     @T.macro
     def by_blocks(io, c, ring, wg, wt, lane):
@@ -161,7 +154,7 @@ def loop_macro(
                 convert(io.w, io.a, io.codes, 0)
                 scale(io.acc, io.part, io.Fs, io.f, io.s, ring.before[0], lane, 0)
                 multiply_in_turn(io.a, io.part, steps.tokens(io.at, ring.stage[0]), 0, wg)
-            T.call_extern("handle", "tz_row_scales", T.access_ptr(io.s, "w"), io.u[0])
+            row_scales(io.s, io.u[0])
             end(io.local, ring)
         done(io.part)
         scale(io.acc, io.part, io.Fs, io.f, io.s, ring.before[0], lane, 0)
@@ -172,7 +165,7 @@ def loop_macro(
         count = c.k1[0] - c.k0[0]
         for kb in T.serial(count):
             begin(io.Ws, io.w, io.u, io.a, io.codes, ring, io.local, wg, wt, 0, kb > 1)
-            T.call_extern("handle", "tz_row_scales", T.access_ptr(io.s, "w"), io.u[0])
+            row_scales(io.s, io.u[0])
             for q in T.unroll(2):
                 multiply_in_turn(io.a, io.part, steps.tokens(io.at, ring.stage[0]), q * width, wg)
                 done(io.part)
@@ -186,21 +179,21 @@ def loop_macro(
         if count % 2 == 1:
             begin(io.Ws, io.w, io.u, io.a, io.codes, ring, io.local, wg, wt, 16, False)
             multiply(io.a, io.part, steps.tokens(io.at, ring.stage[0]), 16, nacc, 0)
-            T.call_extern("handle", "tz_row_scales", T.access_ptr(io.s, "w"), io.u[0])
+            row_scales(io.s, io.u[0])
             end(io.local, ring)
             keep(io.part, io.sums, nacc)
         for kb in T.serial(count // 2):
             begin(io.Ws, io.w, io.u, io.a, io.codes, ring, io.local, wg, wt, 0, kb * 2 + count % 2 > 1)
             multiply(io.a, io.part, steps.tokens(io.at, ring.stage[0]), 0, 0, 0)
             scale(io.acc, io.sums, io.Fs, io.f, io.s, ring.before[0], lane, 0)
-            T.call_extern("handle", "tz_row_scales", T.access_ptr(io.s, "w"), io.u[0])
+            row_scales(io.s, io.u[0])
             end(io.local, ring)
             begin(io.Ws, io.w, io.u, io.a, io.codes, ring, io.local, wg, wt, 16, kb + count % 2 > 0)
             multiply(io.a, io.part, steps.tokens(io.at, ring.stage[0]), 16, nacc, 0)
             T.warpgroup_wait(1)
             T.warpgroup_fence_operand(io.part, 0, nacc)
             scale(io.acc, io.part, io.Fs, io.f, io.s, ring.before[0], lane, 0)
-            T.call_extern("handle", "tz_row_scales", T.access_ptr(io.s, "w"), io.u[0])
+            row_scales(io.s, io.u[0])
             end(io.local, ring)
             keep(io.part, io.sums, nacc)
         scale(io.acc, io.sums, io.Fs, io.f, io.s, ring.before[0], lane, 0)

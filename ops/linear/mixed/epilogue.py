@@ -1,39 +1,30 @@
 """From f32 sums of a wgmma tile to rows of y: channel scales, bias, transposition through shared memory
 (ops/tiles/staged_rows.py)."""
 
-from types import SimpleNamespace
-
 from terrazzo.ops.linear.mixed.problem import Gemm
-from terrazzo.ops.tiles.calls import pack2, wg_sync
-from terrazzo.ops.tiles.staged_rows import out_tokens, row_macros
+from terrazzo.ops.tiles.calls import pack2
+from terrazzo.ops.tiles.language import T
+from terrazzo.ops.tiles.staged_rows import Out, row_macros, store_macros
+from terrazzo.ops.tiles.types import Buffer, Buffers, Call, Macro
 
 
-def store_macros(
-    gemm: Gemm, *, block_tokens: int, cta_blocks: int, step: int | None = None, experts: int = 0
-) -> SimpleNamespace:
-    """`state` of the epilogue, macros `fetch` (when a tile begins) and `store` (when its sums are done).
+def out_macros(
+    gemm: Gemm, *, block_tokens: int, cta_blocks: int, step: int = 0, experts: int = 0
+) -> tuple[Call, Macro, Out]:
+    """Function `state` of the epilogue, macro `fetch` (when a tile begins), and what stores (when its sums are done).
 
     A thread's sums `acc` are float32 [block_tokens / 2]; a tile has `cta_blocks` row blocks, one for each warpgroup.
     `step`: tokens that a warpgroup stages at a time, 16 or 32. With `experts`, scales and biases are those of
     c.expert.
     """
-    import tilelang.language as T
-
-    n, step = gemm.n, step or out_tokens(block_tokens)
-    wide, bf16 = gemm.out_bytes == 4, gemm.out_dtype == "bfloat16"
+    n, wide, bf16 = gemm.n, gemm.out_bytes == 4, gemm.out_dtype == "bfloat16"
     rows = row_macros(n=n, out_dtype=gemm.out_dtype, out_bytes=gemm.out_bytes)
     of_expert = lambda c, size, at: c.expert[0] * size + at if experts else at
 
-    def state(Y, Os) -> SimpleNamespace:
+    def state(Y: Buffer, Os: Buffer) -> Buffers:
         """Y [M, n], the program's shared buffer Os [warpgroups, staged] in the dtype of Y, and registers for the values
         that wait."""
-        return SimpleNamespace(
-            Y=Y,
-            Os=Os,
-            b=T.alloc_local((2,), "float32"),
-            s=T.alloc_local((2,), "float32"),
-            o=T.alloc_local((4,), "uint32"),
-        )
+        return Buffers(Y=Y, Os=Os, b=(2, "float32"), s=(2, "float32"), o=(4, "uint32"))
 
     @T.macro
     def fetch(S, B, to, c, wg, wt):
@@ -46,8 +37,8 @@ def store_macros(
                 to.b[e] = B[of_expert(c, n, T.min(row, n - 1))]
 
     @T.macro
-    def stage(to, acc, at, q, wg, warp, lane):
-        """Sums of 16 tokens, from acc[at] on, into part q of the buffer."""
+    def stage(to, acc, r, first, q, wg, warp, lane, alone):
+        at = (first // 8 + q * 2) * 4
         if gemm.two_level:
             for i in T.unroll(8):
                 acc[at + i] = acc[at + i] * to.s[i // 2 % 2]
@@ -63,17 +54,5 @@ def store_macros(
                 to.o[e] = pack2(acc[at + e * 2], acc[at + e * 2 + 1], bf16=bf16)
             rows.put(to.Os, wg, warp, lane, q, to.o, False)
 
-    @T.macro
-    def store(to, acc, c, wg, wt):
-        """The warpgroup stores its 64 rows, `step` tokens at a time."""
-        warp = wt // 32
-        lane = wt % 32
-        row0 = (c.rows[0] * cta_blocks + wg) * 64
-        for b in T.unroll(block_tokens // step):
-            wg_sync(wg)
-            for q in T.unroll(step // 16):
-                stage(to, acc, (b * step // 8 + q * 2) * 4, q, wg, warp, lane)
-            wg_sync(wg)
-            rows.write(to.Y, to.Os, wg, warp, lane, c.first[0] + b * step, c.end[0], row0, step, False)
-
-    return SimpleNamespace(state=state, fetch=fetch, store=store)
+    own = dict(block_tokens=block_tokens, row_blocks=1, cta_blocks=cta_blocks, step=step)
+    return state, fetch, store_macros(rows, stage, **own)

@@ -13,17 +13,16 @@ are added in order of k; the channel's scale is applied when the tile is stored.
 With experts, x holds the tokens of all of them, sorted, and the loop runs over (expert, tile) pairs, as in W4A8's.
 """
 
-from types import SimpleNamespace
-
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.linear.bytes.forms import form_of
 from terrazzo.ops.linear.bytes.stages import consumer_macros, fill_macros
-from terrazzo.ops.linear.mixed.epilogue import store_macros
+from terrazzo.ops.linear.mixed.epilogue import out_macros
 from terrazzo.ops.linear.mixed.problem import UNIT_K, UNIT_WORDS, Gemm, byte_gemm
-from terrazzo.ops.tiles.calls import copy16, lds64, lds128, opaque, tma_tile, wg_sync
-from terrazzo.ops.tiles.pipeline import role_macros
+from terrazzo.ops.tiles.calls import copy16, fma, lds64, lds128, opaque, tma_tile, wg_sync
+from terrazzo.ops.tiles.language import T
+from terrazzo.ops.tiles.pipeline import RoleSteps, role_macro
 from terrazzo.ops.tiles.primitives import prelude
-from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, check_tile
+from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, check_tile, take
 from terrazzo.ops.tiles.scheduler import (
     EXPERTS_SOURCE,
     expert_macros,
@@ -31,23 +30,21 @@ from terrazzo.ops.tiles.scheduler import (
     plan_state,
     ring_macros,
     ring_state,
-    scalars,
     segment_state,
     table_state,
     table_words,
 )
 from terrazzo.ops.tiles.shares import finish_macros, share_macros, spare_registers
 from terrazzo.ops.tiles.staged_rows import out_tokens, staged
+from terrazzo.ops.tiles.types import Buffers, Macro, Scalar, scalars
 from terrazzo.schedules import forms
 from terrazzo.schedules.stream_k import StreamK
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 
 
-def phase_macros(gemm: Gemm, schedule: StreamK) -> SimpleNamespace:
+def phase_macros(gemm: Gemm, schedule: StreamK) -> tuple[Macro, Macro, Macro, Macro, Macro, Macro]:
     """Macros of a phase: `bound`, `fetch_scales` and `share_scales`, `settle`, `stash_sums` and `add_stash`."""
-    import tilelang.language as T
-
     bm, blocks4 = schedule.block_tokens, gemm.blocks4
     both = 0 < blocks4 < gemm.units
     own = -(-bm // 128)  # tokens whose scales a thread fetches
@@ -86,9 +83,7 @@ def phase_macros(gemm: Gemm, schedule: StreamK) -> SimpleNamespace:
             if fresh:
                 sums[j * 4 + i] = T.cast(acc[j * 4 + i], "float32") * f[i % 2]
             else:
-                sums[j * 4 + i] = T.call_extern(
-                    "float32", "__fmaf_rn", T.cast(acc[j * 4 + i], "float32"), f[i % 2], sums[j * 4 + i]
-                )
+                sums[j * 4 + i] = fma(T.cast(acc[j * 4 + i], "float32"), f[i % 2], sums[j * 4 + i])
 
     @T.macro
     def stash_sums(Ps, sums, wg, wt):
@@ -104,27 +99,10 @@ def phase_macros(gemm: Gemm, schedule: StreamK) -> SimpleNamespace:
             for i in T.unroll(4):
                 sums[j * 4 + i] = sums[j * 4 + i] + f[i]
 
-    return SimpleNamespace(
-        bound=bound, fetch_scales=fetch_scales, share_scales=share_scales, settle=settle, stash_sums=stash_sums,
-        add_stash=add_stash,
-    )  # fmt: skip
+    return bound, fetch_scales, share_scales, settle, stash_sums, add_stash
 
 
-def build(
-    target,
-    *,
-    n: int,
-    k: int,
-    blocks8: int,
-    out_dtype: str,
-    bias: bool,
-    two_level: bool,
-    block_tokens: int,
-    warpgroups: int,
-    stages: int,
-    raster: int = 8,
-    experts: int = 0,
-):
+def build(target, *, experts: int = 0, **params: Scalar):
     """The prim_func `main(X, W, XS, S, B, WS, SEM, Y, sk)`; with E = `experts`, int32 [E + 1] instead of sk.
 
     Shapes: X int8 [M, k], codes times the multipliers of their blocks; W int32 [k/128, Np/64, 1056]; XS f32
@@ -138,17 +116,15 @@ def build(
     Raises:
         ArgumentError: a weight without two-level scales, or a tile that does not fit.
     """
-    gemm = Gemm(n, k, blocks8, out_dtype, bias, two_level)
-    schedule = StreamK(block_tokens, warpgroups, 1, stages, raster=raster, form="s4_s8 integer")
-    if not two_level:
-        raise ArgumentError("two_level", two_level, "must be true: sums run over blocks", "use stream_k")
+    gemm, schedule = take(Gemm, params), StreamK(row_blocks=1, form="s4_s8 integer", **params)
+    if not gemm.two_level:
+        raise ArgumentError("two_level", False, "must be true: sums run over blocks", "use stream_k")
     check_tile(schedule)
     return program(gemm, schedule, experts)
 
 
 def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
     """The prim_func of `build` for a problem and a legal schedule."""
-    import tilelang.language as T
     from tilelang.layout import make_full_bank_swizzled_layout
 
     bm, wgs, stages, stash = schedule.block_tokens, schedule.warpgroups, schedule.stages, forms.stashes(schedule)
@@ -163,13 +139,13 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
     tiles = partition_macros(units=units, row_tiles=row_tiles, raster=schedule.raster)
     rings = ring_macros(stages=stages, rounds=False)
     unit_of = (lambda c, kb: c.expert[0] * units + kb) if experts else (lambda c, kb: kb)
-    fills = fill_macros(rings, row_blocks=all_blocks, cta_blocks=wgs, unit_words=UNIT_WORDS, unit=unit_of)
-    phases = phase_macros(gemm, schedule)
+    fill_weights, _ = fill_macros(rings, row_blocks=all_blocks, cta_blocks=wgs, unit_words=UNIT_WORDS, unit=unit_of)
+    bound, fetch_scales, share_scales, settle, stash_sums, add_stash = phase_macros(gemm, schedule)
     spare = 0 if stash else spare_registers(wgs, nacc)  # then shares are added in place: no registers for loads
     shares = share_macros(vectors=bm // 8, row_blocks=1, flags=wgs, dtype="float32", spare=spare)
     step = 16 if stash else out_tokens(bm)  # less of them to leave room for the ring
-    out = store_macros(gemm, block_tokens=bm, cta_blocks=wgs, step=step, experts=experts)
-    tail = finish_macros(tiles, shares, store=out.store, leaves=lambda c: c.k0[0] > 0, adds=lambda c: c.k1[0] < units)
+    state, fetch, out = out_macros(gemm, block_tokens=bm, cta_blocks=wgs, step=step, experts=experts)
+    _, finish_alone = finish_macros(tiles, shares, out, leaves=lambda c: c.k0[0] > 0, adds=lambda c: c.k1[0] < units)
     used = ("lds", "place", "pack", "bulk", "stmatrix_trans", "semaphore", "quotient", "int8", "rows_out", "warpgroup")
     source = prelude(*used, extra=(inner.converter.device_source, *([EXPERTS_SOURCE] if experts else [])))
     matrices, parts = max(experts, 1), T.Tensor((experts + 1,), "int32") if experts else T.int32
@@ -187,7 +163,7 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
     @T.macro
     def open(io, ring, wg, wt):
         """X, the units of the warpgroup and the ring's barriers."""
-        steps.find_tokens(io.at, io.desc, io.Xs, 0)
+        steps.find(io.at, io.desc, io.Xs, 0)
         steps.find_units(io.at, io.Ws, 0, wg, wt)
         rings.find(io.full, io.empty, ring, 0)
 
@@ -196,7 +172,7 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
         """128 channels: wait, load the words, convert and multiply 64 of them at a time, give the stage back."""
         place.wait(0)
         tile = steps.tokens(io.at, place.stage(0))
-        steps.load_unit(io.at, io.w, io.u, place.stage(0), 0)
+        steps.load(io.at, io.w, io.u, place.stage(0), 0)
         for h in T.unroll(2):
             form.step(io, tile, place, 0, h, T.And(io.lane == 0, follows))
         place.advance()
@@ -206,7 +182,7 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
         """The int32 sums of a phase."""
         for i in T.unroll(nacc):
             io.acc[i] = 0
-        rings.consume(unit, None, SimpleNamespace(**vars(io), lane=lane), ring, count)
+        rings.consume(unit, None, Buffers(**vars(io), lane=lane), ring, count)
         T.warpgroup_wait(0)
         T.warpgroup_fence_operand(io.acc, num_regs=nacc)
         rings.release(ring, lane == 0)
@@ -214,34 +190,30 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
     @T.macro
     def segment(io, c, ring, wg, wt, lane, cta, grid, sk):
         """Up to two phases, then the tile's end."""
-        out.fetch(io.S, io.B, io.to, c, wg, wt)
+        fetch(io.S, io.B, io.to, c, wg, wt)
         if both and not stash:
             for i in T.unroll(nacc):
                 io.sums[i] = 0.0
         for ph in T.serial(1 + both):
-            phases.bound(c, io.local, ph)
+            bound(c, io.local, ph)
             if io.local.lo[0] < io.local.hi[0]:
-                phases.fetch_scales(io.XS, io.x, c, io.local, wt)
+                fetch_scales(io.XS, io.x, c, io.local, wt)
                 count = io.local.hi[0] - io.local.lo[0]
                 sum_blocks(io, ring, count, lane)
                 opaque(c.first)  # rows' bounds: later
-                phases.share_scales(io.Fs, io.x, wg, wt)
+                share_scales(io.Fs, io.x, wg, wt)
                 for j in T.unroll(bm // 8):
-                    phases.settle(io.Fs, io.acc, io.sums, io.f, j, wg, lane, stash or not both)
+                    settle(io.Fs, io.acc, io.sums, io.f, j, wg, lane, stash or not both)
                 if stash and both:
                     if io.local.hi[0] < c.k1[0]:
-                        phases.stash_sums(io.Ps, io.sums, wg, wt)
+                        stash_sums(io.Ps, io.sums, wg, wt)
                     elif io.local.lo[0] > c.k0[0]:
-                        phases.add_stash(io.Ps, io.sums, io.f, wg, wt)
+                        add_stash(io.Ps, io.sums, io.f, wg, wt)
                 if io.local.hi[0] == c.k1[0]:
-                    tail.finish_alone(io.WS, io.SEM, io.sums, io.to, c, cta, grid, sk, wg, wt)
+                    finish_alone(io.WS, io.SEM, io.sums, io.to, c, cta, grid, sk, wg, wt)
 
-    roles = role_macros(
-        SimpleNamespace(
-            fill_weights=fills.fill_weights, fill_tokens=fill_tokens, open=open, enter=None, segment=segment, leave=None
-        ),
-        block_tokens=bm, warpgroups=wgs, tiles=tiles, rings=rings, tokens=tokens,
-    )  # fmt: skip
+    roles = RoleSteps(fill_weights, fill_tokens, open, segment)
+    run = role_macro(roles, schedule, tiles, rings, tokens)
 
     @T.prim_func
     def main(
@@ -272,7 +244,7 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
             sums = T.alloc_local((nacc,), "float32")
             x = T.alloc_local((own,), "float32")
             f = T.alloc_local((4,), "float32")
-            to = out.state(Y, Os)
+            to = state(Y, Os)
             desc = T.alloc_wgmma_desc()
             at = steps.places()
             p = plan_state()
@@ -281,11 +253,11 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
             table = table_state() if experts else None
             local = scalars("lo", "hi")
             T.annotate_layout({Xs: make_full_bank_swizzled_layout(Xs)})
-            io = SimpleNamespace(
+            io = Buffers(
                 X=X, W=W, XS=XS, S=S, B=B, WS=WS, SEM=SEM, Xs=Xs, Ws=Ws, Fs=Fs, Ps=Ps, full=full, empty=empty, w=w, u=u,
                 codes=codes, a=a, acc=acc, sums=sums, x=x, f=f, to=to, desc=desc, at=at, local=local, Es=Es,
                 table=table,
             )  # fmt: skip
-            roles.run(io, p, c, ring, sk, G, cta)
+            run(io, p, c, ring, sk, G, cta)
 
     return main

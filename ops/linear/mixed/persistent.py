@@ -13,16 +13,15 @@ Which CTA does which k range of which tile is a plan of schedules/work_items.py,
 takes twice the time of an INT4 block. Partial sums are added in order of k: the same bits in every run.
 """
 
-from types import SimpleNamespace
-
 from terrazzo.ops.linear.mixed import problem, work_list
 from terrazzo.ops.linear.mixed.problem import BLOCK_WORDS, SCALES, TILE4_WORDS, UNIT_K, UNIT_WORDS, Gemm
 from terrazzo.ops.tiles import mma_tiles
-from terrazzo.ops.tiles.calls import cp_async, cp_commit, cp_wait, lds32, lds64, lds128, mma, pack2, syncwarp
+from terrazzo.ops.tiles.calls import call, cp_async, cp_commit, cp_wait, lds32, lds64, lds128, mma, pack2, syncwarp
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.mma_tiles import Tile, element, sts32
 from terrazzo.ops.tiles.primitives import prelude
-from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
-from terrazzo.ops.tiles.scheduler import scalars
+from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, take
+from terrazzo.ops.tiles.types import Buffers, Macro, Scalar, scalars
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 SOURCE = """\
@@ -37,12 +36,9 @@ __device__ __forceinline__ void tz_mma_s4(void *d_, const void *a_, const void *
 MOST_SUMS = 64  # of a thread, in f32 and once more in s32
 
 
-def shared_bytes(
-    gemm: Gemm, *, block_tokens: int, warps: int, row_blocks: int, stages: int, token_warps: int = 1
-) -> int:
+def shared_bytes(shape: Tile) -> int:
     """Shared memory of a CTA, bytes."""
-    shape = Tile(block_tokens, warps, row_blocks, token_warps)
-    return shape.x_bytes(stages) + stages * (shape.blocks * UNIT_WORDS + scales_pitch(shape)) * 4
+    return shape.x_bytes + shape.stages * (shape.blocks * UNIT_WORDS + scales_pitch(shape)) * 4
 
 
 def scales_pitch(shape: Tile) -> int:
@@ -50,13 +46,11 @@ def scales_pitch(shape: Tile) -> int:
     return max(shape.block_tokens, 32)
 
 
-def copy_macros(gemm: Gemm, shape: Tile) -> SimpleNamespace:
+def copy_macro(gemm: Gemm, shape: Tile) -> Macro:
     """Macro `issue`: the copies of a block into a stage of the ring."""
-    import tilelang.language as T
-
     bm, threads, f_pitch = shape.block_tokens, shape.threads, scales_pitch(shape)
     blocks4, blocks8 = gemm.blocks4, gemm.blocks8
-    ws = mma_tiles.unit_macros(shape, row_blocks=gemm.row_blocks, unit_words=UNIT_WORDS)
+    issue_units = mma_tiles.unit_macro(shape, row_blocks=gemm.row_blocks, unit_words=UNIT_WORDS)
 
     @T.macro
     def issue_x(X, Xs, c, block, width, slot, tx):
@@ -92,15 +86,13 @@ def copy_macros(gemm: Gemm, shape: Tile) -> SimpleNamespace:
             issue_x(X8, Xs, c, unit - blocks4, 128, slot, tx)
         if tx * 4 < bm:
             cp_async(Fs[slot * f_pitch + tx * 4], XS[unit, T.min(c.tokens[0] + tx * 4, XS.shape[1] - 4)])
-        ws.issue(W, Ws, c, unit, slot, tx)
+        issue_units(W, Ws, c, unit, slot, tx)
 
-    return SimpleNamespace(issue=issue)
+    return issue
 
 
-def block_macros(gemm: Gemm, shape: Tile, xs: SimpleNamespace, operand: SimpleNamespace) -> SimpleNamespace:
+def block_macro(gemm: Gemm, shape: Tile, load_x: Macro, convert: Macro) -> Macro:
     """Macro `multiply`: the products of a block, of either kind."""
-    import tilelang.language as T
-
     rb, pairs, blocks = shape.row_blocks, shape.pairs, shape.blocks
 
     @T.macro
@@ -111,16 +103,13 @@ def block_macros(gemm: Gemm, shape: Tile, xs: SimpleNamespace, operand: SimpleNa
                 at = slot * (blocks * UNIT_WORDS) + (tile + m) * TILE4_WORDS + j * 128
                 lds128(w[m * 4], Ws[at + lane * 4])
             for p in T.unroll(pairs):
-                xs.load(Xs, x, slot, j, p, column, lane)
+                load_x(Xs, x, slot, j, p, column, lane)
                 for m in T.unroll(rb):
                     for e in T.unroll(2):
-                        T.call_extern(
-                            "handle",
-                            "tz_mma_s4",
-                            T.access_ptr(part[((m * pairs + p) * 2 + e) * 4], "rw", 4),
-                            T.access_ptr(w[m * 4], "r", 4),
-                            T.access_ptr(x[p * 4 + e * 2], "r", 2),
-                        )
+                        call(
+                            "mma_s4", T.access_ptr(part[((m * pairs + p) * 2 + e) * 4], "rw", 4),
+                            T.access_ptr(w[m * 4], "r", 4), T.access_ptr(x[p * 4 + e * 2], "r", 2),
+                        )  # fmt: skip
 
     @T.macro
     def multiply8(Xs, Ws, w, a, codes, x, part, slot, tile, column, lane):
@@ -131,10 +120,10 @@ def block_macros(gemm: Gemm, shape: Tile, xs: SimpleNamespace, operand: SimpleNa
                     slot * (blocks * UNIT_WORDS) + (tile + m) // 4 * UNIT_WORDS + j * BLOCK_WORDS + (tile + m) % 4 * 128
                 )
                 lds128(w, Ws[at + lane * 4])
-                operand.convert(w, 0, a, m * 8, codes)
+                convert(w, 0, a, m * 8, codes)
             for h in T.unroll(2):
                 for p in T.unroll(pairs):
-                    xs.load(Xs, x, slot, j * 2 + h, p, column, lane)
+                    load_x(Xs, x, slot, j * 2 + h, p, column, lane)
                     for m in T.unroll(rb):
                         for e in T.unroll(2):
                             mma("int8", part, ((m * pairs + p) * 2 + e) * 4, a, m * 8 + h * 4, x, p * 4 + e * 2)
@@ -151,33 +140,26 @@ def block_macros(gemm: Gemm, shape: Tile, xs: SimpleNamespace, operand: SimpleNa
         else:
             multiply8(Xs, Ws, w, a, codes, x, part, ring.slot[0], tile, column, lane)
 
-    return SimpleNamespace(multiply=multiply)
+    return multiply
 
 
-def sum_macros(gemm: Gemm, shape: Tile) -> SimpleNamespace:
+def sum_macros(gemm: Gemm, shape: Tile) -> tuple[Macro, Macro]:
     """Macros `scale`, of a block's sums, and `store`, of a tile's."""
-    import tilelang.language as T
-
-    rb, pairs, blocks, f_pitch, pitch = (
+    rb, pairs, blocks, pitch, f_pitch = (
         shape.row_blocks,
         shape.pairs,
         shape.blocks,
-        scales_pitch(shape),
         shape.out_pitch,
+        scales_pitch(shape),
     )
     n, units, blocks4, blocks8 = gemm.n, gemm.units, gemm.blocks4, gemm.blocks8
-    wide, bf16 = gemm.out_bytes == 4, gemm.out_dtype == "bfloat16"
-    out = mma_tiles.out_macros(shape, n=n, vec=2)
+    f_pitch, wide, bf16 = scales_pitch(shape), gemm.out_bytes == 4, gemm.out_dtype == "bfloat16"
+    stage, write = mma_tiles.out_macros(shape, n=n, vec=2)
 
     @T.macro
     def row_scales(Ws, s, at, m):
         """s[2 m] and s[2 m + 1]: the scales of rows g and g + 8 of row tile m, from word `at` of the stage."""
-        T.call_extern(
-            "handle",
-            "tz_row_scales",
-            T.access_ptr(s[m * 2], "w", 2),
-            lds32(Ws[at]),
-        )
+        problem.row_scales(s[m * 2], lds32(Ws[at]))
 
     @T.macro
     def scale(Ws, Fs, acc, part, f, s, unit, slot, tile, column, lane):
@@ -197,14 +179,8 @@ def sum_macros(gemm: Gemm, shape: Tile) -> SimpleNamespace:
                 lds64(f, Fs[slot * f_pitch + token])
                 for m in T.unroll(rb):
                     for i in T.unroll(4):
-                        acc[(m * pairs + p) * 8 + e * 4 + i] = T.call_extern(
-                            "float32",
-                            "tz_scaled",
-                            acc[(m * pairs + p) * 8 + e * 4 + i],
-                            T.cast(part[(m * pairs + p) * 8 + e * 4 + i], "float32"),
-                            f[i % 2],
-                            s[m * 2 + i // 2],
-                        )
+                        at = (m * pairs + p) * 8 + e * 4 + i
+                        acc[at] = problem.scaled(acc[at], part[at], f[i % 2], s[m * 2 + i // 2])
 
     @T.macro
     def store(Y, S, B, Xs, acc, held, c, warp, tile, column, lane):
@@ -228,29 +204,15 @@ def sum_macros(gemm: Gemm, shape: Tile) -> SimpleNamespace:
                             sts32(element(4, Y, "w", token, n, row), T.reinterpret(held.f[i % 2], "uint32"))
                     elif i % 2 == 1:
                         held.o[0] = pack2(held.f[0], held.f[1], bf16=bf16)
-                        out.stage(Xs, held.o, warp * (16 * pitch), m, i // 2, lane)
+                        stage(Xs, held.o, warp * (16 * pitch), m, i // 2, lane)
             if not wide:
                 syncwarp()
-                out.write(Y, Xs, warp * (16 * pitch), token0, row0, Y.shape[0], lane)
+                write(Y, Xs, warp * (16 * pitch), token0, row0, Y.shape[0], lane)
 
-    return SimpleNamespace(scale=scale, store=store)
+    return scale, store
 
 
-def build(
-    target,
-    *,
-    n: int,
-    k: int,
-    blocks8: int,
-    out_dtype: str,
-    bias: bool,
-    two_level: bool = False,
-    block_tokens: int,
-    warps: int,
-    row_blocks: int = 2,
-    stages: int = 3,
-    token_warps: int = 1,
-):
+def build(target, **params: Scalar):
     """The prim_func `main(X4, X8, W, XS, S, B, ITEMS, FIRST, WS, SEM, Y)` for any M.
 
     Shapes: X4 uint8 [M, K4/2] and X8 int8 [M, 128 * blocks8] (one element where a plane has no blocks); W int32
@@ -261,26 +223,23 @@ def build(
 
     Args:
         target: a Target whose shared memory the ring must fit in, or None.
-        block_tokens, warps, row_blocks, token_warps: see `mma_tiles.Tile`. stages: of the ring, at least 2.
+        params: of `Gemm` and `Tile`.
 
     Raises:
         ArgumentError: a format or a configuration outside the limits.
     """
-    import tilelang.language as T
-
-    gemm = Gemm(n, k, blocks8, out_dtype, bias, two_level)
-    config = dict(block_tokens=block_tokens, warps=warps, row_blocks=row_blocks, token_warps=token_warps)
-    shape, need = Tile(**config), shared_bytes(gemm, **config, stages=stages)
-    shape.check(stages=stages, kc=1, units=gemm.units, most=MOST_SUMS * 2, need=need, target=target)
-    bm, rb, threads = block_tokens, row_blocks, shape.threads
-    pairs, nacc = shape.pairs, shape.sums
-    units, all_blocks, blocks4 = gemm.units, gemm.row_blocks, gemm.blocks4
-    operand = problem.convert_macros(gemm)
-    work = work_list.work_macros(block_tokens=bm, sums=nacc)
-    xs = mma_tiles.x_macros(shape, k=k, stage_k=UNIT_K)
-    copies = copy_macros(gemm, shape)
-    blocks_of = block_macros(gemm, shape, xs, operand)
-    sums = sum_macros(gemm, shape)
+    gemm, shape = take(Gemm, params), Tile(**params)
+    shape.check(units=gemm.units, most=MOST_SUMS * 2, need=shared_bytes(shape), target=target)
+    bm, rb, threads, stages = shape.block_tokens, shape.row_blocks, shape.threads, shape.stages
+    pairs, nacc, n, k, two_level = shape.pairs, shape.sums, gemm.n, gemm.k, gemm.two_level
+    units, all_blocks, blocks4, blocks8 = gemm.units, gemm.row_blocks, gemm.blocks4, gemm.blocks8
+    registers, convert = problem.convert_macros(gemm)
+    load, leave, gather = work_list.work_macros(block_tokens=bm, sums=nacc)
+    issue, multiply = (
+        copy_macro(gemm, shape),
+        block_macro(gemm, shape, mma_tiles.x_macros(shape, k=k, stage_k=UNIT_K)[1], convert),
+    )
+    scale, store = sum_macros(gemm, shape)
     used = ("cp_async", "lds", "ldmatrix", "pack", "semaphore", "int8")
     source = prelude(
         *used, extra=(mma_tiles.SOURCE, gemm.converter.device_source, problem.SOURCE, work_list.SOURCE, SOURCE)
@@ -294,15 +253,15 @@ def build(
         W: T.Tensor((units, all_blocks, UNIT_WORDS), "int32"),
         XS: T.Tensor((units, MP), "float32"),
         S: T.Tensor((all_blocks * 64 if two_level else 1,), "float32"),
-        B: T.Tensor((n if bias else 1,), "float32"),
+        B: T.Tensor((n if gemm.bias else 1,), "float32"),
         ITEMS: T.Tensor((COUNT, work_list.ITEM_WORDS), "int32"),
         FIRST: T.Tensor((ENDS,), "int32"),
         WS: T.Tensor((SLOTS, nacc // 4, threads, 4), "float32"),
         SEM: T.Tensor((SLOTS,), "int32"),
-        Y: T.Tensor((M, n), out_dtype),
+        Y: T.Tensor((M, n), gemm.out_dtype),
     ):
         with T.Kernel(ENDS - 1, threads=threads, prelude=source) as cta:
-            Xs = T.alloc_shared((shape.x_bytes(stages),), "int8")
+            Xs = T.alloc_shared((shape.x_bytes,), "int8")
             Ws = T.alloc_shared((stages * shape.blocks * UNIT_WORDS,), "int32")
             Fs = T.alloc_shared((stages * scales_pitch(shape),), "float32")
             w = T.alloc_local((rb * 4,), "uint32")
@@ -312,8 +271,8 @@ def build(
             part = T.alloc_local((nacc,), "int32")
             f = T.alloc_local((2,), "float32")
             s = T.alloc_local((rb * 2,), "float32")
-            codes = operand.registers()
-            held = SimpleNamespace(f=T.alloc_local((2,), "float32"), o=T.alloc_local((1,), "uint32"))
+            codes = registers()
+            held = Buffers(f=(2, "float32"), o=(1, "uint32"))
             c = work_list.item_state()
             ring = scalars("slot")
             tx = T.get_thread_binding()
@@ -322,11 +281,11 @@ def build(
             tile = warp % shape.row_warps * rb
             column = warp // shape.row_warps
             for it in T.serial(FIRST[cta + 1] - FIRST[cta]):
-                work.load(ITEMS, c, FIRST[cta] + it)
+                load(ITEMS, c, FIRST[cta] + it)
                 T.sync_threads()  # the ring and the staged output of the item before were read
                 for p in T.unroll(stages - 1):
                     if c.k0[0] + p < c.k1[0]:
-                        copies.issue(X4, X8, W, XS, Xs, Ws, Fs, c, c.k0[0] + p, p, tx)
+                        issue(X4, X8, W, XS, Xs, Ws, Fs, c, c.k0[0] + p, p, tx)
                     cp_commit()
                 for i in T.unroll(nacc):
                     acc[i] = 0.0
@@ -337,19 +296,19 @@ def build(
                     T.sync_threads()  # this stage is complete, and the one before was read by every warp
                     if unit + stages - 1 < c.k1[0]:
                         free = T.if_then_else(ring.slot[0] == 0, stages - 1, ring.slot[0] - 1)
-                        copies.issue(X4, X8, W, XS, Xs, Ws, Fs, c, unit + stages - 1, free, tx)
+                        issue(X4, X8, W, XS, Xs, Ws, Fs, c, unit + stages - 1, free, tx)
                     cp_commit()
                     for i in T.unroll(nacc):
                         part[i] = 0
-                    blocks_of.multiply(Xs, Ws, w, a, codes, x, part, unit, ring, tile, column, lane)
-                    sums.scale(Ws, Fs, acc, part, f, s, unit, ring.slot[0], tile, column, lane)
+                    multiply(Xs, Ws, w, a, codes, x, part, unit, ring, tile, column, lane)
+                    scale(Ws, Fs, acc, part, f, s, unit, ring.slot[0], tile, column, lane)
                     ring.slot[0] = T.if_then_else(ring.slot[0] == stages - 1, 0, ring.slot[0] + 1)
                 if c.k0[0] > 0:
-                    work.leave(WS, SEM, acc, c, tx)
+                    leave(WS, SEM, acc, c, tx)
                 else:
                     if c.shares[0] > 0:
-                        work.gather(WS, SEM, acc, c, tx)
+                        gather(WS, SEM, acc, c, tx)
                     T.sync_threads()  # the staged output shares memory with X
-                    sums.store(Y, S, B, Xs, acc, held, c, warp, tile, column, lane)
+                    store(Y, S, B, Xs, acc, held, c, warp, tile, column, lane)
 
     return main

@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import ClassVar
 
 from terrazzo.layouts.converters import Converter, get_converter
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.linear.bytes import problem as w4a8_problem
 from terrazzo.ops.linear.mixed.scales import OUT_DTYPES
+from terrazzo.ops.tiles.calls import address, call
+from terrazzo.ops.tiles.language import T
+from terrazzo.ops.tiles.types import Buffers, Call, Expr, Macro, Place
 
 UNIT_K = 128  # channels of a block, which is what a ring stage holds
 UNIT_WORDS = 1056  # int32 of 64 rows by 128 channels: codes, then a bfloat16 for each row
@@ -98,14 +100,19 @@ __device__ __forceinline__ void tz_row_multipliers(void *s_, unsigned u) {
 """Why not TileLang: reinterpreted halves of a word; the association of the product is part of the result's bits."""
 
 
-def convert_macros(gemm: Gemm) -> SimpleNamespace:
-    """Macro `convert` with `registers()`, its scratch registers."""
-    import tilelang.language as T
+def scaled(y: Expr, total: Expr, token: Expr, row: Expr) -> Expr:
+    """The int32 sum of a block, times the scales of its token and row, added to y."""
+    return call("scaled", y, T.cast(total, "float32"), token, row, returns="float32")
 
+
+def row_scales(to: Place, word: Expr) -> Expr:
+    """Two bfloat16 scales of a word as floats."""
+    return call("row_scales", address(to, "w", 8), word)
+
+
+def convert_macros(gemm: Gemm) -> tuple[Call, Macro]:
+    """Function `registers`, the scratch of macro `convert`, and that."""
     name = gemm.converter.device_name
-
-    def registers() -> SimpleNamespace:
-        return SimpleNamespace(o=T.alloc_local((2,), "uint32"))
 
     @T.macro
     def convert(w, at, a, to, held):
@@ -115,4 +122,4 @@ def convert_macros(gemm: Gemm) -> SimpleNamespace:
             a[to + r] = held.o[0]
             a[to + 4 + r] = held.o[1]
 
-    return SimpleNamespace(registers=registers, convert=convert)
+    return lambda: Buffers(o=(2, "uint32")), convert

@@ -8,36 +8,32 @@ channel's comes with the output. Warps, and with kc > 1 CTAs, are
 added in order: the same bits in every run.
 """
 
-from collections.abc import Callable
-from types import SimpleNamespace
-
 from terrazzo.ops.linear.mixed import problem
 from terrazzo.ops.linear.mixed.problem import UNIT_K, UNIT_WORDS, Gemm
-from terrazzo.ops.tiles.calls import lds32, lds64, lds128, mma
+from terrazzo.ops.tiles.calls import call, lds32, lds64, lds128, mma
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.primitives import prelude
-from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
+from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, take
 from terrazzo.ops.tiles.resident import (
     ROW_WORDS,
     Split,
     cluster_shape,
     resident_macros,
-    resident_rows,
     sum_macros,
     unit_macros,
     write_macro,
     x_bytes,
 )
-from terrazzo.ops.tiles.resident_pipeline import nothing, walk_macro
+from terrazzo.ops.tiles.resident_pipeline import Steps, walk_macro
+from terrazzo.ops.tiles.types import Buffers, Macro, Scalar
 from terrazzo.schedules.clusters import PAIR
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 
 
-def scale_macros(split: Split, *, token_tiles: int, two_level: bool) -> SimpleNamespace:
+def scale_macros(split: Split, two_level: bool) -> tuple[Macro, Macro]:
     """Macros `tokens` and `channels`: scales of a CTA to shared memory."""
-    import tilelang.language as T
-
-    nt = token_tiles
+    nt = split.token_tiles
 
     @T.macro
     def tokens(XS, Fs, at, tx):
@@ -57,49 +53,29 @@ def scale_macros(split: Split, *, token_tiles: int, two_level: bool) -> SimpleNa
             if e * split.threads + tx < (at.t1 - at.t0) * 16:
                 Cs[e * split.threads + tx] = S[at.t0 * 16 + e * split.threads + tx]
 
-    return SimpleNamespace(tokens=tokens, channels=channels)
+    return tokens, channels
 
 
-def store_macro(gemm: Gemm) -> Callable[..., None]:
-    """Macro `store`, as `sum_macros` wants it; `to` is (Cs, at, B, Y, o4): channel scales in shared memory, the CTA's
-    place, bias, y, four registers in its dtype."""
-    import tilelang.language as T
-
+def store_macro(gemm: Gemm) -> Macro:
+    """Macro `store`, as `sum_macros` wants it; `to` has Cs, channel scales in shared memory, B, Y, and o4,
+    four registers in its dtype."""
     write = write_macro(gemm.n)
+    bias = lambda to, row: to.B[T.min(row, gemm.n - 1)] if gemm.bias else T.float32(0)
 
     @T.macro
-    def store(to, r4, tok, row):
+    def store(to, at, r4, tok, row):
         """Four rows of one token in the output dtype."""
-        Cs, at, B, Y, o4 = to
         if row < gemm.n:
             for i in T.unroll(4):
                 if gemm.two_level:
-                    r4[i] = r4[i] * Cs[row - at.t0 * 16 + i]
-                o4[i] = T.cast(r4[i] + (B[T.min(row + i, gemm.n - 1)] if gemm.bias else T.float32(0)), gemm.out_dtype)
-            write(Y, o4, tok, row)
+                    r4[i] = r4[i] * to.Cs[row - at.t0 * 16 + i]
+                to.o4[i] = T.cast(r4[i] + bias(to, row + i), gemm.out_dtype)
+            write(to.Y, to.o4, tok, row)
 
     return store
 
 
-def build(
-    target,
-    *,
-    n: int,
-    k: int,
-    blocks8: int,
-    out_dtype: str,
-    bias: bool,
-    two_level: bool = False,
-    token_tiles: int,
-    kc: int,
-    nc: int,
-    warps: int,
-    chunk: int,
-    stages: int,
-    cluster: int = 1,
-    joined: bool = False,
-    tokens: int = 0,
-):
+def build(target, **params: Scalar):
     """The prim_func `main(X, W, XS, S, B, WS, SEM, Y)` for M <= tokens, which is 8 * token_tiles where it is 0.
 
     Shapes: X int8 [M, k], both kinds of blocks in bytes; W int32 [k/128, Np/64, 1056]; XS f32 [k/128, MP] scales of the
@@ -111,17 +87,15 @@ def build(
     Raises:
         ArgumentError: a format outside the limits, or more warps than blocks of a CTA.
     """
-    import tilelang.language as T
-
-    gemm = Gemm(n, k, blocks8, out_dtype, bias, two_level)
-    nt, units, rows = token_tiles, gemm.units, gemm.row_blocks * 64
-    most = resident_rows(nt, tokens)
-    split = Split(units, gemm.row_blocks * 4, kc, nc, warps, chunk)
-    threads = split.threads
+    gemm = take(Gemm, params)
+    split = Split(gemm.units, gemm.row_blocks * 4, **params)
+    nt, units, rows, most = split.token_tiles, gemm.units, gemm.row_blocks * 64, split.rows
+    kc, nc, warps, chunk, cluster, joined = split.kc, split.nc, split.warps, split.chunk, split.cluster, split.joined
+    n, k, stages, threads, two_level = gemm.n, gemm.k, split.stages, split.threads, gemm.two_level
     pitch = split.cta_items * UNIT_K + 16  # bytes; 16 mod 128: ldmatrix without conflicts
-    operand = problem.convert_macros(gemm)
-    resident = resident_macros(split, k=k, rows=most, pitch=pitch, size=1, bulk_copies=True, cluster=cluster)
-    ring = unit_macros(token_tiles=nt, rows=most, chunk=chunk, groups=1, stages=stages, pitch=pitch)
+    registers, convert = problem.convert_macros(gemm)
+    resident = resident_macros(split, k=k, pitch=pitch, size=1, bulk_copies=True)
+    ring = unit_macros(split, groups=1, pitch=pitch)
     copies = "multicast" if cluster > 1 else "bulk"
     used = ("cp_async", "lds", "ldmatrix", "semaphore", "int8", copies, *(["cluster"] if joined else []))
     source = prelude(*used, extra=(gemm.converter.device_source, problem.SOURCE))
@@ -135,14 +109,14 @@ def build(
             part[i] = 0
         for j in T.unroll(2):
             lds128(w, R[slot + m * 256 + j * 128 + lane * 4])
-            operand.convert(w, 0, a, 0, codes)
+            convert(w, 0, a, 0, codes)
             for e in T.unroll(2):
                 for t in T.unroll(nt):
                     mma("int8", part, t * 4, a, e * 4, x, (j * nt + t) * 4 + e * 2)
 
-    fetch = scale_macros(split, token_tiles=nt, two_level=two_level)
+    tokens_of, channels_of = scale_macros(split, two_level)
     store = store_macro(gemm)
-    sums = sum_macros(split, token_tiles=nt, tokens=most, dtype="float32", store=store, joined=joined)
+    sums = sum_macros(split, "float32", store)
 
     @T.macro
     def issue(io, at, base, q, lane):
@@ -151,11 +125,11 @@ def build(
     @T.macro
     def behind(io, at, tx):
         if two_level:
-            fetch.channels(io.S, io.Cs, at, tx)
+            channels_of(io.S, io.Cs, at, tx)
 
     @T.macro
     def fetch_tokens(io, m, tx, at):
-        fetch.tokens(io.XS, io.Fs, at, tx)
+        tokens_of(io.XS, io.Fs, at, tx)
 
     @T.macro
     def item(io, at, gi, slot, lane):
@@ -165,27 +139,17 @@ def build(
             lds64(io.f[t * 2], io.Fs[((at.g0 + gi) * nt + t) * 8 + lane % 4 * 2])
         for m in T.unroll(chunk):
             multiply(io.R, io.w, io.a, io.x, io.part, io.codes, slot, m, lane)
-            T.call_extern(
-                "handle",
-                "tz_row_multipliers" if two_level else "tz_row_scales",
+            call(
+                "row_multipliers" if two_level else "row_scales",
                 T.access_ptr(io.s, "w"),
                 lds32(io.R[slot + ring.params + m * ROW_WORDS + lane // 4]),
             )
             for i in T.unroll(nt * 4):
-                io.acc[m * nt * 4 + i] = T.call_extern(
-                    "float32",
-                    "tz_scaled",
-                    io.acc[m * nt * 4 + i],
-                    T.cast(io.part[i], "float32"),
-                    io.f[i // 4 * 2 + i % 2],
-                    io.s[i % 4 // 2],
-                )
+                to = m * nt * 4 + i
+                io.acc[to] = problem.scaled(io.acc[to], io.part[i], io.f[i // 4 * 2 + i % 2], io.s[i % 4 // 2])
 
-    walk = walk_macro(
-        SimpleNamespace(issue=issue, before=nothing, behind=behind, tokens=fetch_tokens, open=nothing, item=item),
-        split=split, resident=resident, sums=sums, stages=stages, step_words=ring.step, token_tiles=nt, pdl=True,
-        joined=joined,
-    )  # fmt: skip
+    steps = Steps(issue, item, behind=behind, tokens=fetch_tokens)
+    walk = walk_macro(steps, split, resident, sums, step_words=ring.step, pdl=True)
 
     @T.prim_func
     def main(
@@ -193,10 +157,10 @@ def build(
         W: T.Tensor((units, gemm.row_blocks, UNIT_WORDS), "int32"),
         XS: T.Tensor((units, MP), "float32"),
         S: T.Tensor((rows if two_level else 1,), "float32"),
-        B: T.Tensor((n if bias else 1,), "float32"),
+        B: T.Tensor((n if gemm.bias else 1,), "float32"),
         WS: T.Tensor((kc // PAIR if joined else kc, most, rows), "float32"),
         SEM: T.Tensor((nc * PAIR if joined else nc,), "int32"),
-        Y: T.Tensor((M, n), out_dtype),
+        Y: T.Tensor((M, n), gemm.out_dtype),
     ):
         with T.Kernel(kc, nc, threads=threads, prelude=source, **cluster_dims) as (bk, bn):
             Xs = T.alloc_shared((x_bytes(target, most, pitch, 4 * warps * stages * ring.step),), "int8")
@@ -214,16 +178,12 @@ def build(
             part = T.alloc_local((nt * 4,), "int32")
             acc = T.alloc_local((chunk * nt * 4,), "float32")
             r4 = T.alloc_local((4,), "float32")
-            o4 = T.alloc_local((4,), out_dtype)
-            codes = operand.registers()
-            tx = T.get_thread_binding()
-            warp = tx // 32
-            lane = tx % 32
-            at = resident.place(bk, bn, warp)
-            io = SimpleNamespace(
+            o4 = T.alloc_local((4,), gemm.out_dtype)
+            codes = registers()
+            io = Buffers(
                 X=X, W=W, XS=XS, S=S, WS=WS, SEM=SEM, Xs=Xs, R=R, Q=Q, Fs=Fs, Cs=Cs, xbar=xbar, mail=mail, w=w, a=a,
-                x=x, f=f, s=s, part=part, acc=acc, r4=r4, codes=codes, to=(Cs, at, B, Y, o4),
+                x=x, f=f, s=s, part=part, acc=acc, r4=r4, codes=codes, to=Buffers(Cs=Cs, B=B, Y=Y, o4=o4),
             )  # fmt: skip
-            walk(io, M, bk, bn, at, warp, lane, tx)
+            walk(io, M, bk, bn)
 
     return main

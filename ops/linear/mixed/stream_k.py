@@ -20,41 +20,27 @@ arrive while loads in front of it are still on their way, but not across a loop'
 warp's other lanes have read by then, too: it meets before one of them arrives.
 """
 
-from types import SimpleNamespace
-
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.linear.bytes.stages import consumer_macros, fill_macros
 from terrazzo.ops.linear.mixed import problem
 from terrazzo.ops.linear.mixed.block_loop import loop_macro, registers_of
-from terrazzo.ops.linear.mixed.epilogue import store_macros
+from terrazzo.ops.linear.mixed.epilogue import out_macros
 from terrazzo.ops.linear.mixed.problem import UNIT_K, UNIT_WORDS, Gemm
-from terrazzo.ops.tiles.calls import bulk, tma_tile, turn_pass, turn_wait
-from terrazzo.ops.tiles.pipeline import role_macros
+from terrazzo.ops.tiles.calls import bulk, turn_pass, turn_wait
+from terrazzo.ops.tiles.language import T
+from terrazzo.ops.tiles.pipeline import RoleSteps, role_macro
 from terrazzo.ops.tiles.primitives import prelude
-from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, check_tile
-from terrazzo.ops.tiles.scheduler import partition_macros, plan_state, ring_macros, ring_state, scalars, segment_state
+from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, check_tile, take
+from terrazzo.ops.tiles.scheduler import partition_macros, plan_state, ring_macros, ring_state, segment_state
 from terrazzo.ops.tiles.shares import finish_macros, share_macros
 from terrazzo.ops.tiles.staged_rows import out_tokens, staged
+from terrazzo.ops.tiles.types import Buffers, Scalar, scalars
 from terrazzo.schedules.stream_k import StreamK
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 
 
-def build(
-    target,
-    *,
-    n: int,
-    k: int,
-    blocks8: int,
-    out_dtype: str,
-    bias: bool,
-    two_level: bool = False,
-    block_tokens: int,
-    warpgroups: int,
-    stages: int,
-    raster: int = 8,
-    turns: int = 0,
-):
+def build(target, **params: Scalar):
     """The prim_func `main(X, W, XS, S, B, WS, SEM, Y, sk)`.
 
     Shapes: X int8 [M, k]; W int32 [k/128, Np/64, 1056]; XS f32 [k/128, MP] scales of the tokens, MP a multiple of 4; S
@@ -66,20 +52,20 @@ def build(
     Raises:
         ArgumentError: a weight with two-level scales, or a tile that does not fit.
     """
-    if two_level:
-        raise ArgumentError("two_level", two_level, "must be false: records hold scales", "use integer")
-    if turns not in (0, 1) or turns >= warpgroups:
+    gemm, schedule = take(Gemm, params), StreamK(row_blocks=1, form="s4_s8 block", **params)
+    turns, tokens = schedule.turns, schedule.block_tokens
+    if gemm.two_level:
+        raise ArgumentError("two_level", True, "must be false: records hold scales", "use integer")
+    if turns not in (0, 1) or turns >= schedule.warpgroups:
         raise ArgumentError("turns", turns, "must be 0, or 1 with two warpgroups or more", "leave it out")
-    if block_tokens % 16 or not 16 <= block_tokens <= 256:
-        raise ArgumentError("block_tokens", block_tokens, "must be a multiple of 16 up to 256", "use 16, 32, 64 or 128")
-    schedule = StreamK(block_tokens, warpgroups, 1, stages, raster=raster, turns=turns, form="s4_s8 block")
+    if tokens % 16 or not 16 <= tokens <= 256:
+        raise ArgumentError("block_tokens", tokens, "must be a multiple of 16 up to 256", "use 16, 32, 64 or 128")
     check_tile(schedule)
-    return program(Gemm(n, k, blocks8, out_dtype, bias), schedule)
+    return program(gemm, schedule)
 
 
 def program(gemm: Gemm, schedule: StreamK):
     """The prim_func of `build` for a problem and a legal schedule."""
-    import tilelang.language as T
     from tilelang.layout import make_full_bank_swizzled_layout
 
     bm, wgs, stages, turns = schedule.block_tokens, schedule.warpgroups, schedule.stages, schedule.turns
@@ -90,11 +76,10 @@ def program(gemm: Gemm, schedule: StreamK):
     rings = ring_macros(stages=stages)
     shares = share_macros(vectors=bm // 8, row_blocks=1, flags=wgs, dtype="float32", spare=0)
     steps = consumer_macros(block_tokens=bm, cta_blocks=cta_blocks, unit_words=UNIT_WORDS, groups=1)
-    operand = problem.convert_macros(gemm)
-    out = store_macros(gemm, block_tokens=bm, cta_blocks=cta_blocks)
-    tail = finish_macros(tiles, shares, store=out.store, leaves=lambda c: c.k0[0] > 0, adds=lambda c: c.k1[0] < units)
-    loop = loop_macro(schedule, rings, steps, operand)
-    fills = fill_macros(rings, row_blocks=all_blocks, cta_blocks=cta_blocks, unit_words=UNIT_WORDS)
+    registers, convert = problem.convert_macros(gemm)
+    state, fetch, out = out_macros(gemm, block_tokens=bm, cta_blocks=cta_blocks)
+    _, finish_alone = finish_macros(tiles, shares, out, leaves=lambda c: c.k0[0] > 0, adds=lambda c: c.k1[0] < units)
+    loop = loop_macro(schedule, rings, steps, convert)
     used = ("lds", "place", "pack", "bulk", "stmatrix_trans", "semaphore", "quotient", "int8", "rows_out", "warpgroup")
     source = prelude(*used, *(["turns"] if turns else []), extra=(gemm.converter.device_source, problem.SOURCE))
     M, MP, G = T.dynamic("m"), T.dynamic("mp"), T.dynamic("grid")
@@ -107,19 +92,9 @@ def program(gemm: Gemm, schedule: StreamK):
         bulk(io.Fs[io.ring.stage[0], 0], io.XS[kb, c.first[0]], count * 4, io.full[io.ring.stage[0]])
 
     @T.macro
-    def fill_tokens(io, c, kb):
-        """The warp of X fills a stage."""
-        rings.acquire(io.empty, io.ring)
-        tma_tile(io.Xs, io.ring.stage[0], io.X, c.first[0], kb * UNIT_K, io.full[io.ring.stage[0]])
-        if io.leader_of_tokens:
-            load_token_scales(io, c, kb)
-        T.barrier_arrive(io.full[io.ring.stage[0]])
-        rings.advance(io.ring)
-
-    @T.macro
     def open(io, ring, wg, wt):
         """X and the ring's barriers."""
-        steps.find_tokens(io.at, io.desc, io.Xs, 0)
+        steps.find(io.at, io.desc, io.Xs, 0)
         rings.find(io.full, io.empty, ring, 0)
 
     @T.macro
@@ -137,7 +112,7 @@ def program(gemm: Gemm, schedule: StreamK):
     @T.macro
     def segment(io, c, ring, wg, wt, lane, cta, grid, sk):
         """Blocks of a tile, whose sums are then shared or stored; its last stages go back."""
-        out.fetch(None, io.B, io.to, c, wg, wt)
+        fetch(None, io.B, io.to, c, wg, wt)
         for i in T.unroll(nacc):
             io.acc[i] = 0.0
         for i in T.unroll(held.parts):
@@ -148,18 +123,15 @@ def program(gemm: Gemm, schedule: StreamK):
             io.s[i] = 0.0
         ring.before[0] = ring.stage[0]  # the first step scales sums of nothing by scales that are there
         loop(io, c, ring, wg, wt, lane)
-        tail.finish_alone(io.WS, io.SEM, io.acc, io.to, c, cta, grid, sk, wg, wt)
+        finish_alone(io.WS, io.SEM, io.acc, io.to, c, cta, grid, sk, wg, wt)
         if T.And(lane == 0, c.k1[0] - c.k0[0] > 1):  # the warp has met since it read this stage
             rings.give_back(ring, io.local.late[0])
         rings.release(ring, lane == 0)
 
-    roles = role_macros(
-        SimpleNamespace(
-            fill_weights=fills.fill_weights, fill_tokens=fill_tokens, open=open, enter=enter if turns else None,
-            segment=segment, leave=leave if turns else None,
-        ),
-        block_tokens=bm, warpgroups=wgs, tiles=tiles, rings=rings,
-    )  # fmt: skip
+    own = dict(row_blocks=all_blocks, cta_blocks=cta_blocks, unit_words=UNIT_WORDS)
+    fills = fill_macros(rings, also_tokens=load_token_scales, ends=False, **own)
+    roles = RoleSteps(*fills, open, segment, *((enter, leave) if turns else ()))
+    run = role_macro(roles, schedule, tiles, rings)
 
     @T.prim_func
     def main(
@@ -182,14 +154,14 @@ def program(gemm: Gemm, schedule: StreamK):
             empty = T.alloc_barrier([wgs * 4] * stages)
             w = T.alloc_local((8,), "uint32")
             u = T.alloc_local((1,), "uint32")
-            codes = operand.registers()
+            codes = registers()
             a = T.alloc_local((held.operands,), "uint32")
             acc = T.alloc_local((nacc,), "float32")
             part = T.alloc_local((held.parts,), "int32")
             sums = T.alloc_local((held.copies,), "float32")
             f = T.alloc_local((2,), "float32")
             s = T.alloc_local((2,), "float32")
-            to = out.state(Y, Os)
+            to = state(Y, Os)
             desc = T.alloc_wgmma_desc()
             at = steps.places()
             p = plan_state()
@@ -197,10 +169,10 @@ def program(gemm: Gemm, schedule: StreamK):
             ring = ring_state()
             local = scalars("late")  # the stage before the one before
             T.annotate_layout({Xs: make_full_bank_swizzled_layout(Xs)})
-            io = SimpleNamespace(
+            io = Buffers(
                 X=X, W=W, XS=XS, B=B, WS=WS, SEM=SEM, Xs=Xs, Ws=Ws, Fs=Fs, full=full, empty=empty, w=w, u=u, a=a,
                 codes=codes, acc=acc, part=part, sums=sums, f=f, s=s, to=to, desc=desc, at=at, local=local,
             )  # fmt: skip
-            roles.run(io, p, c, ring, sk, G, cta)
+            run(io, p, c, ring, sk, G, cta)
 
     return main

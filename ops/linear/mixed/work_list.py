@@ -4,7 +4,9 @@ ITEMS int32 [count, 8] holds rows of `schedules.work_items.DeviceTable` with the
 units [k0, k1), slot, shares, two unused; FIRST int32 [CTAs + 1] says which of them are a CTA's.
 """
 
-from types import SimpleNamespace
+from terrazzo.ops.tiles.calls import addcg4, call, copy16
+from terrazzo.ops.tiles.language import T
+from terrazzo.ops.tiles.types import Buffers, Macro, scalars
 
 ITEM_WORDS = 8
 SOURCE = """\
@@ -26,19 +28,16 @@ __device__ __forceinline__ void tz_cta_await(int *flag, int count) {
 """Why not TileLang: release and acquire in global memory."""
 
 
-def item_state() -> SimpleNamespace:
+def item_state() -> Buffers:
     """What `load` writes: first token and row tile of the tile, k units [k0, k1), slot, shares."""
-    from terrazzo.ops.tiles.scheduler import scalars
-
     return scalars("tokens", "rows", "k0", "k1", "slot", "shares")
 
 
-def work_macros(*, block_tokens: int, sums: int) -> SimpleNamespace:
+def work_macros(*, block_tokens: int, sums: int) -> tuple[Macro, Macro, Macro]:
     """Macros `load`, `leave` and `gather` for tiles of `sums` f32 sums of a thread.
 
     WS is f32 [slots, sums / 4, threads, 4], SEM int32 [slots], zero between launches.
     """
-    import tilelang.language as T
 
     @T.macro
     def load(ITEMS, c, at):
@@ -53,25 +52,15 @@ def work_macros(*, block_tokens: int, sums: int) -> SimpleNamespace:
     def leave(WS, SEM, acc, c, tx):
         """The sum of a tile whose head another CTA holds goes to the workspace."""
         for i in T.unroll(sums // 4):
-            T.call_extern(
-                "handle",
-                "tz_copy16",
-                T.access_ptr(WS[c.slot[0], i, tx, 0], "w", 4),
-                T.access_ptr(acc[i * 4], "r", 4),
-            )
-        T.call_extern("handle", "tz_cta_signal", T.access_ptr(SEM[c.slot[0]], "rw", 1))
+            copy16(WS[c.slot[0], i, tx, 0], acc[i * 4])
+        call("cta_signal", T.access_ptr(SEM[c.slot[0]], "rw", 1))
 
     @T.macro
     def gather(WS, SEM, acc, c, tx):
         """The head of a tile adds the other shares in order of k."""
-        T.call_extern("handle", "tz_cta_await", T.access_ptr(SEM[c.slot[0]], "rw", 1), c.shares[0])
+        call("cta_await", T.access_ptr(SEM[c.slot[0]], "rw", 1), c.shares[0])
         for b in T.serial(c.shares[0]):
             for i in T.unroll(sums // 4):
-                T.call_extern(
-                    "handle",
-                    "tz_addcg4",
-                    T.access_ptr(acc[i * 4], "rw", 4),
-                    T.access_ptr(WS[c.slot[0] + b, i, tx, 0], "r", 4),
-                )
+                addcg4(acc[i * 4], WS[c.slot[0] + b, i, tx, 0])
 
-    return SimpleNamespace(load=load, leave=leave, gather=gather)
+    return load, leave, gather

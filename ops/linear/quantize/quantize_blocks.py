@@ -10,15 +10,14 @@ its place. Or gate and up are read, and act(gate) * up, rounded, is the row. Wha
 ops/norm and ops/activation round, so that codes and scales are those of their output.
 """
 
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
-
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import gates
 from terrazzo.ops.linear.mixed.scales import GRANULARITIES, LARGEST_FACTOR, TINY, UNIFORM, UNITS
 from terrazzo.ops.tiles import row_outputs
+from terrazzo.ops.tiles.calls import call
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.primitives import prelude
+from terrazzo.ops.tiles.types import Expr, Macro
 
 PASS_CONFIGS = (  # the barriers are the program's own
     ("tl.disable_thread_storage_sync", True),
@@ -125,17 +124,15 @@ def emit_macro(
     gain: bool,
     wide: bool,
     warps: int,
-    rows: Any,
-    pitch: Any,
-) -> Callable[..., None]:
+    rows: Expr,
+    pitch: Expr,
+) -> Macro:
     """Macro `emit`: what a warp writes of a block.
 
     Args:
         blocks4: INT4 blocks, the first ones. width4, width8: bytes of a row of each plane, 0 without one.
         rows, pitch: expressions of M and of a row of the scales. Others: of `build`.
     """
-    import tilelang.language as T
-
     static, two_level = granularity == "static", granularity == "two_level"
     clamp, times = (str(flag).lower() for flag in (static, two_level and wide))
 
@@ -174,26 +171,18 @@ def emit_macro(
             f[4] = T.if_then_else(f[0] < T.float32(TINY), T.float32(1), f[4])
         if width4:
             if block < blocks4:
-                T.call_extern(
-                    "handle",
-                    f"tz_store_codes<true, {clamp}, false>",
-                    T.access_ptr(Q4[row, block * (BLOCK // 2) + lane * 2], "w", 2),
-                    T.access_ptr(v, "r"),
-                    f[3],
-                    f[2],
+                call(
+                    f"store_codes<true, {clamp}, false>",
+                    T.access_ptr(Q4[row, block * (BLOCK // 2) + lane * 2], "w", 2), T.access_ptr(v, "r"), f[3], f[2],
                     T.float32(1),
-                )
+                )  # fmt: skip
         if width8:
             if T.bool(wide) or block >= blocks4:
-                T.call_extern(
-                    "handle",
-                    f"tz_store_codes<false, {clamp}, {times}>",
+                call(
+                    f"store_codes<false, {clamp}, {times}>",
                     T.access_ptr(Q8[row, (block - (0 if wide else blocks4)) * BLOCK + lane * 4], "w", 4),
-                    T.access_ptr(v, "r"),
-                    f[3],
-                    f[2],
-                    f[5],
-                )
+                    T.access_ptr(v, "r"), f[3], f[2], f[5],
+                )  # fmt: skip
         # the last row also fills the padding behind it
         if T.And(lane < 4, T.Or(lane == 0, T.And(row == rows - 1, row + lane < pitch))):
             XS[block, row + lane] = f[4]
@@ -201,9 +190,8 @@ def emit_macro(
     return emit
 
 
-def stage_macro(*, columns: int, padded: int, threads: int, bf16: str, norm: str) -> Callable[..., None]:
+def stage_macro(*, columns: int, padded: int, threads: int, bf16: str, norm: str) -> Macro:
     """Macro `stage`: a row of x comes to shared memory, and its squares join the sum; arguments as of `front_macro`."""
-    import tilelang.language as T
 
     @T.macro
     def stage(X, R, Rs, x, total, row, tx):
@@ -213,26 +201,21 @@ def stage_macro(*, columns: int, padded: int, threads: int, bf16: str, norm: str
                 for i in T.unroll(4):
                     x[i] = T.uint32(0)
                 if at < columns:
-                    T.call_extern("handle", "tz_stream16", T.access_ptr(x, "w"), T.access_ptr(X[row, at], "r", VECTOR))
-                T.call_extern(
-                    "handle",
-                    f"tz_row_stage<{bf16}, {norm}>",
-                    T.access_ptr(Rs[at], "w", VECTOR),
-                    T.access_ptr(total, "rw"),
+                    call("stream16", T.access_ptr(x, "w"), T.access_ptr(X[row, at], "r", VECTOR))
+                call(
+                    f"row_stage<{bf16}, {norm}>", T.access_ptr(Rs[at], "w", VECTOR), T.access_ptr(total, "rw"),
                     T.access_ptr(x, "r"),
-                )
+                )  # fmt: skip
 
     return stage
 
 
-def front_macro(*, front: str, k: int, padded: int, threads: int, dtype: str, norm: str) -> Callable[..., None]:
+def front_macro(*, front: str, k: int, padded: int, threads: int, dtype: str, norm: str) -> Macro:
     """Macro `stage` of rows that are made of two: they come to shared memory as the quantizer wants them.
 
     Args:
         front: of FRONTS. norm: "true" where squares join the sum. Others: of `build`.
     """
-    import tilelang.language as T
-
     bf16, halves = str(dtype == "bfloat16").lower(), front != "residual"
     vectors = -(-padded // (threads * VECTOR))  # of a thread
     together = min(vectors, MOST_STAGED)
@@ -248,13 +231,11 @@ def front_macro(*, front: str, k: int, padded: int, threads: int, dtype: str, no
                 "handle", gated, T.access_ptr(v, "w"), T.access_ptr(x[i * 4], "r", 4), T.access_ptr(r[i * 4], "r", 4),
                 T.float32(0), T.float32(0),
             )  # fmt: skip
-            T.call_extern("handle", f"tz_narrow8<{bf16}>", T.access_ptr(x[i * 4], "w", 4), T.access_ptr(v, "r"))
+            call(f"narrow8<{bf16}>", T.access_ptr(x[i * 4], "w", 4), T.access_ptr(v, "r"))
         else:
-            T.call_extern("handle", f"tz_add8<{bf16}>", T.access_ptr(x[i * 4], "rw", 4), T.access_ptr(r[i * 4], "r", 4))
+            call(f"add8<{bf16}>", T.access_ptr(x[i * 4], "rw", 4), T.access_ptr(r[i * 4], "r", 4))
             if at < k:
-                T.call_extern(
-                    "handle", "tz_store4", T.access_ptr(R[row, at], "w", VECTOR), T.access_ptr(x[i * 4], "r", 4)
-                )
+                call("store4", T.access_ptr(R[row, at], "w", VECTOR), T.access_ptr(x[i * 4], "r", 4))
 
     @T.macro
     def stage(X, R, Rs, spare, total, row, tx):
@@ -268,12 +249,14 @@ def front_macro(*, front: str, k: int, padded: int, threads: int, dtype: str, no
                     x[i * 4 + e] = T.uint32(0)
                     r[i * 4 + e] = T.uint32(0)
                 if first + i * threads * VECTOR < k:
-                    T.call_extern(
-                        "handle", "tz_stream16", T.access_ptr(x[i * 4], "w", 4),
+                    call(
+                        "stream16",
+                        T.access_ptr(x[i * 4], "w", 4),
                         T.access_ptr(X[row, first + i * threads * VECTOR], "r", VECTOR),
-                    )  # fmt: skip
-                    T.call_extern(
-                        "handle", "tz_stream16", T.access_ptr(r[i * 4], "w", 4),
+                    )
+                    call(
+                        "stream16",
+                        T.access_ptr(r[i * 4], "w", 4),
                         T.access_ptr(
                             X[row, k + first + i * threads * VECTOR]
                             if halves
@@ -281,14 +264,14 @@ def front_macro(*, front: str, k: int, padded: int, threads: int, dtype: str, no
                             "r",
                             VECTOR,
                         ),
-                    )  # fmt: skip
+                    )
             for i in T.unroll(together):
                 at = first + i * threads * VECTOR
                 if at < padded:
                     join(R, v, x, r, i, row, at)
-                    T.call_extern(
-                        "handle", f"tz_row_stage<{bf16}, {norm}>", T.access_ptr(Rs[at], "w", VECTOR),
-                        T.access_ptr(total, "rw"), T.access_ptr(x[i * 4], "r", 4),
+                    call(
+                        f"row_stage<{bf16}, {norm}>", T.access_ptr(Rs[at], "w", VECTOR), T.access_ptr(total, "rw"),
+                        T.access_ptr(x[i * 4], "r", 4),
                     )  # fmt: skip
 
     return stage
@@ -296,11 +279,9 @@ def front_macro(*, front: str, k: int, padded: int, threads: int, dtype: str, no
 
 def gather_macros(
     *, permuted: bool, gain: bool, ahead: bool, bf16: str, padded: int, warps: int
-) -> SimpleNamespace:  # fmt: skip
+) -> tuple[Macro, Macro]:
     """Macros `load_lists` and `gather`: the four values of a block that each thread takes in a turn, times their gains.
     `ahead`: order and gains of all turns are loaded before."""
-    import tilelang.language as T
-
     flags = ", ".join((bf16, str(permuted).lower(), str(gain).lower()))
 
     @T.macro
@@ -309,25 +290,22 @@ def gather_macros(
         at = (turn * warps + tx // 32) * BLOCK + tx % 32 * 4
         if at < padded:
             if permuted:
-                T.call_extern("handle", "tz_ldg16", T.access_ptr(order[slot * 4], "w", 4), T.access_ptr(P[at], "r", 4))
+                call("ldg16", T.access_ptr(order[slot * 4], "w", 4), T.access_ptr(P[at], "r", 4))
             if gain:
-                T.call_extern("handle", "tz_ldg16", T.access_ptr(gains[slot * 4], "w", 4), T.access_ptr(G[at], "r", 4))
+                call("ldg16", T.access_ptr(gains[slot * 4], "w", 4), T.access_ptr(G[at], "r", 4))
 
     @T.macro
     def gather(v, Rs, P, G, order, gains, turn, tx):
         if not ahead:
             load_lists(P, G, order, gains, turn, 0, tx)
-        T.call_extern(
-            "handle",
-            f"tz_gather4<{flags}>",
-            T.access_ptr(v, "w"),
-            T.access_ptr(Rs[0], "r", padded),
+        call(
+            f"gather4<{flags}>", T.access_ptr(v, "w"), T.access_ptr(Rs[0], "r", padded),
             (turn * warps + tx // 32) * BLOCK + tx % 32 * 4,
             T.access_ptr(order[turn * 4 if ahead and permuted else 0], "r", 1),
             T.access_ptr(gains[turn * 4 if ahead and gain else 0], "r", 1),
-        )
+        )  # fmt: skip
 
-    return SimpleNamespace(load_lists=load_lists, gather=gather)
+    return load_lists, gather
 
 
 def build(
@@ -352,8 +330,6 @@ def build(
     blocks (one element where there is none); XS f32 [Kp/128, MP], MP = M rounded up to 4; eps f32, RMSNorm's.
     `front`, of FRONTS, wants k a multiple of 8: R [M, k] in `dtype` becomes round(R + X), or X is [M, 2 k].
     """
-    import tilelang.language as T
-
     blocks = -(-k // BLOCK)
     if dtype not in ("float16", "bfloat16"):
         raise ArgumentError("dtype", dtype, "must be float16 or bfloat16", "cast the activations")
@@ -386,10 +362,8 @@ def build(
         stage = front_macro(front=front, k=k, dtype=dtype, **common)
     M, MP = T.dynamic("m"), T.dynamic("mp")
 
-    lists_of = gather_macros(
-        permuted=permuted, gain=gain, ahead=ahead, bf16=bf16, padded=padded, warps=warps
-    )  # fmt: skip
-    load_lists, gather = lists_of.load_lists, lists_of.gather
+    lists_of = dict(permuted=permuted, gain=gain, ahead=ahead)
+    load_lists, gather = gather_macros(**lists_of, bf16=bf16, padded=padded, warps=warps)
     emit = emit_macro(
         blocks4=blocks4, width4=width4, width8=width8, granularity=granularity, gain=gain, wide=wide, warps=warps,
         rows=M, pitch=MP,
@@ -417,13 +391,13 @@ def build(
                 load_lists(P, G, order, gains, e, e, tx)
         total[0] = 0.0
         stage(X, R, Rs, x, total, row, tx)
-        total[0] = T.call_extern("float32", f"tz_cta_sum<{warps}>", total[0], T.access_ptr(Ss[0], "rw", warps))
+        total[0] = call(f"cta_sum<{warps}>", total[0], T.access_ptr(Ss[0], "rw", warps), returns="float32")
         f[1] = T.rsqrt(total[0] / T.float32(k) + eps)
         for e in turns_of(turns):
             block = e * warps + warp
             if block < blocks:
                 gather(v, Rs, P, G, order, gains, e, tx)
-                f[0] = T.call_extern("float32", "tz_warp_largest", T.access_ptr(v, "r"))
+                f[0] = call("warp_largest", T.access_ptr(v, "r"), returns="float32")
                 if uniform:
                     if lane == 0:
                         Ss[warps + block] = f[0]
@@ -434,13 +408,10 @@ def build(
             for e in turns_of(turns):
                 block = e * warps + warp
                 if block < blocks:
-                    f[0] = T.call_extern(
-                        "float32",
-                        "tz_largest_of",
-                        T.access_ptr(Ss[warps], "r", blocks),
-                        T.if_then_else(block < blocks4, 0, blocks4),
-                        T.if_then_else(block < blocks4, blocks4, blocks),
-                    )
+                    f[0] = call(
+                        "largest_of", T.access_ptr(Ss[warps], "r", blocks), T.if_then_else(block < blocks4, 0, blocks4),
+                        T.if_then_else(block < blocks4, blocks4, blocks), returns="float32",
+                    )  # fmt: skip
                     gather(v, Rs, P, G, order, gains, e, tx)
                     emit(Q4, Q8, XS, S, Ss, v, f, row, block, lane)
 

@@ -6,6 +6,8 @@ values, so x is read once.
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.tiles import row_outputs
+from terrazzo.ops.tiles.calls import call
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.row_outputs import BLOCK, VECTOR
 
@@ -60,8 +62,6 @@ def build(
     "e4m3_block128": a scale for each 128 columns of a token. "e4m3_block128_ue8m0": the same, rounded up to a power of
     two before codes are made. `ahead` and `later` are not used, `parts` is 1.
     """
-    import tilelang.language as T
-
     if form not in FORMS:
         raise ArgumentError("form", form, f"must be one of {FORMS}", "use the quantizer of tokens for others")
     block, powers, integer = "_block128" in form, form.endswith("_ue8m0"), form.startswith("int8")
@@ -84,15 +84,14 @@ def build(
                 x[e] = T.uint32(0)
             at = out.column(i, lane)
             if T.And(row < M, at < k):
-                T.call_extern("handle", "tz_stream16", T.access_ptr(x, "w"), T.access_ptr(X[row, at], "r", VECTOR))
-            T.call_extern(
-                "handle", f"tz_widen8<{bf16}>", T.access_ptr(v[i * VECTOR], "w", VECTOR), T.access_ptr(x, "r")
-            )
+                call("stream16", T.access_ptr(x, "w"), T.access_ptr(X[row, at], "r", VECTOR))
+            call(f"widen8<{bf16}>", T.access_ptr(v[i * VECTOR], "w", VECTOR), T.access_ptr(x, "r"))
             if gain:
-                T.call_extern(
-                    "handle", "tz_values_times", T.access_ptr(v[i * VECTOR], "rw", VECTOR),
+                call(
+                    "values_times",
+                    T.access_ptr(v[i * VECTOR], "rw", VECTOR),
                     T.access_ptr(G[T.min(at, k - VECTOR)], "r", VECTOR),
-                )  # fmt: skip
+                )
 
     @T.macro
     def find_range(m, low, v, f, shared):
@@ -100,13 +99,10 @@ def build(
         for i in T.unroll(2):
             m[i] = 0.0
         for i in T.unroll(vectors):
-            T.call_extern("handle", "tz_range8", T.access_ptr(m, "rw"), T.access_ptr(v[i * VECTOR], "r", VECTOR))
+            call("range8", T.access_ptr(m, "rw"), T.access_ptr(v[i * VECTOR], "r", VECTOR))
         low[0] = m[1]
         for which, at in ((m, 0), (low, 2 * warps)):
-            T.call_extern(
-                "handle", f"tz_row_reduce<{warps}, false>", T.access_ptr(which, "rw"),
-                T.access_ptr(shared[at], "rw", 2 * warps),
-            )  # fmt: skip
+            call(f"row_reduce<{warps}, false>", T.access_ptr(which, "rw"), T.access_ptr(shared[at], "rw", 2 * warps))
         f[1] = (m[0] + low[0]) / T.float32(255)
         if f[1] < T.float32(2.0**-119):
             f[1] = 1.0
@@ -120,15 +116,14 @@ def build(
         at = out.column(i, lane)
         if T.And(row < M, at < out.width):
             if integer:
-                T.call_extern(
-                    "handle", "tz_affine8", T.access_ptr(Q[row, at], "w", VECTOR),
-                    T.access_ptr(v[i * VECTOR], "r", VECTOR), f[0], f[2],
+                call(
+                    "affine8", T.access_ptr(Q[row, at], "w", VECTOR), T.access_ptr(v[i * VECTOR], "r", VECTOR), f[0],
+                    f[2],
                 )  # fmt: skip
             else:
-                T.call_extern(
-                    "handle", f"tz_row_e4m3<{bf16}, 2>", T.access_ptr(Q[row, at], "w", VECTOR),
-                    T.access_ptr(total, "rw"), T.access_ptr(v[i * VECTOR], "r", 1),
-                    T.access_ptr(v[i * VECTOR], "r", VECTOR), f[0],
+                call(
+                    f"row_e4m3<{bf16}, 2>", T.access_ptr(Q[row, at], "w", VECTOR), T.access_ptr(total, "rw"),
+                    T.access_ptr(v[i * VECTOR], "r", 1), T.access_ptr(v[i * VECTOR], "r", VECTOR), f[0],
                 )  # fmt: skip
 
     @T.macro
@@ -140,8 +135,8 @@ def build(
     def write_powers(Q, XS, v, total, f, row, lane):
         """Codes and scales of blocks; the reciprocal of a power of two is exact."""
         for i in T.unroll(vectors):
-            f[1] = T.call_extern("float32", "tz_block_largest", T.access_ptr(v[i * VECTOR], "r", VECTOR))
-            f[2] = T.call_extern("float32", "tz_power_above", f[1] / T.float32(largest))
+            f[1] = call("block_largest", T.access_ptr(v[i * VECTOR], "r", VECTOR), returns="float32")
+            f[2] = call("power_above", f[1] / T.float32(largest), returns="float32")
             f[0] = T.if_then_else(f[1] < T.float32(tiny), T.float32(0), T.float32(1) / f[2])
             write_vector(Q, v, i, total, f, row, lane)
             if T.And(T.And(row < M, out.column(i, lane) < k), lane % 16 == 0):

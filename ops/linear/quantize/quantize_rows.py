@@ -21,10 +21,12 @@ once; x and gains then both stay in registers, and products are made twice.
 """
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.tiles.calls import call
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.primitives import prelude
+from terrazzo.ops.tiles.types import Call, Macro, Scalar
 
 PASS_CONFIGS = (  # barriers are inside the primitives
     ("tl.disable_thread_storage_sync", True),
@@ -51,9 +53,9 @@ class Rows:
     warps: int
     rows: int
     vectors: int
-    persistent: bool
-    early: bool
-    codes: str
+    persistent: bool = False
+    early: bool = False
+    codes: str = "int8"
 
     def __post_init__(self):
         if self.dtype not in ("float16", "bfloat16"):
@@ -98,13 +100,11 @@ class Rows:
         return self.vectors if self.held or self.products else 1
 
 
-def row_macros(r: Rows, *, wave: int, later: int) -> SimpleNamespace:
-    """Macros `load_gain`, `fetch` and `quantize`; `column(v, lane)`, where vector v of a thread of a row begins.
+def row_macros(r: Rows, *, wave: int, later: int) -> tuple[Call, Macro, Macro, Macro]:
+    """Function `column(v, lane)`, where vector v of a thread of a row begins; macros `load_gain`, `fetch`, `quantize`.
 
     wave: CTAs that run at a time. later: values of a row of the next wave that are fetched into L2.
     """
-    import tilelang.language as T
-
     k, out_k, warps, vectors, slots = r.k, r.out_k, r.warps, r.vectors, r.slots
     gain, norm, products, held, twice, integer = r.gain, r.norm, r.products, r.held, r.twice, r.integer
     bf16, has_norm, kept = (str(flag).lower() for flag in (r.dtype == "bfloat16", norm, r.persistent))
@@ -116,9 +116,8 @@ def row_macros(r: Rows, *, wave: int, later: int) -> SimpleNamespace:
 
     @T.macro
     def load_gain(G, g, v, at, late):
-        T.call_extern(
-            "handle",
-            f"tz_row_gain<{late}>",
+        call(
+            f"row_gain<{late}>",
             T.access_ptr(g[v * VECTOR], "w", VECTOR),
             T.access_ptr(G[T.min(at, k - VECTOR)], "r", VECTOR),
         )
@@ -126,7 +125,7 @@ def row_macros(r: Rows, *, wave: int, later: int) -> SimpleNamespace:
     @T.macro
     def fetch(X, row, lane, values):
         if T.And(lane == 0, row < X.shape[0]):
-            T.call_extern("handle", "tz_prefetch", T.access_ptr(X[row, 0], "r", values), 2 * values)
+            call("prefetch", T.access_ptr(X[row, 0], "r", values), 2 * values)
 
     @T.macro
     def quantize(X, G, Q, XS, RS, eps, columns, shared, x, g, m, factor, total, row, lane):
@@ -135,9 +134,7 @@ def row_macros(r: Rows, *, wave: int, later: int) -> SimpleNamespace:
                 x[v * 4 + i] = T.uint32(0)
             at = column(v, lane)
             if T.And(row < X.shape[0], at < k):
-                T.call_extern(
-                    "handle", "tz_stream16", T.access_ptr(x[v * 4], "w", 4), T.access_ptr(X[row, at], "r", VECTOR)
-                )
+                call("stream16", T.access_ptr(x[v * 4], "w", 4), T.access_ptr(X[row, at], "r", VECTOR))
         if later:
             fetch(X, row + wave * r.rows, lane, later)
         if twice:  # all loads of the row first: ptxas would put sums between them
@@ -145,45 +142,33 @@ def row_macros(r: Rows, *, wave: int, later: int) -> SimpleNamespace:
         m[0] = 0.0
         m[1] = 0.0
         if not gain and not norm:
-            m[0] = T.call_extern("float32", f"tz_row_largest<{bf16}, {4 * vectors}>", T.access_ptr(x, "r"))
+            m[0] = call(f"row_largest<{bf16}, {4 * vectors}>", T.access_ptr(x, "r"), returns="float32")
         else:
             for v in T.unroll(vectors):
                 if gain and not held:
                     load_gain(G, g, v if products else 0, column(v, lane), "true")
-                T.call_extern(
-                    "handle",
-                    f"tz_row_scan<{bf16}, {int(gain)}, {has_norm}, {kept}>",
-                    T.access_ptr(m, "rw"),
-                    T.access_ptr(x[v * 4], "r", 4),
-                    T.access_ptr(g[v % slots * VECTOR], "rw", VECTOR),
-                )
-        T.call_extern(
-            "handle",
-            f"tz_row_reduce<{warps}, {has_norm}>",
-            T.access_ptr(m, "rw"),
-            T.access_ptr(shared[0], "rw", 2 * warps),
-        )
+                call(
+                    f"row_scan<{bf16}, {int(gain)}, {has_norm}, {kept}>", T.access_ptr(m, "rw"),
+                    T.access_ptr(x[v * 4], "r", 4), T.access_ptr(g[v % slots * VECTOR], "rw", VECTOR),
+                )  # fmt: skip
+        call(f"row_reduce<{warps}, {has_norm}>", T.access_ptr(m, "rw"), T.access_ptr(shared[0], "rw", 2 * warps))
         factor[0] = T.if_then_else(m[0] < T.float32(tiny), T.float32(0), T.float32(largest) / m[0])
         total[0] = 0
         for v in T.unroll(vectors):
             if not products:  # x stays in registers; else its products do
-                T.call_extern("handle", "tz_row_keep", T.access_ptr(x[v * 4], "rw", 4))
+                call("row_keep", T.access_ptr(x[v * 4], "rw", 4))
             at = column(v, lane)
             if twice:
                 load_gain(G, g, 0, at, "false")
             if T.And(row < X.shape[0], at < out_k):
-                T.call_extern(
-                    "handle",
-                    f"tz_row_{'quantize' if integer else 'e4m3'}<{bf16}, {2 if products else int(gain)}>",
-                    T.access_ptr(Q[row, at], "w", VECTOR),
-                    T.access_ptr(total, "rw"),
-                    T.access_ptr(x[v * 4], "r", 4),
-                    T.access_ptr(g[v % slots * VECTOR], "r", VECTOR),
-                    factor[0],
-                )
+                call(
+                    f"row_{'quantize' if integer else 'e4m3'}<{bf16}, {2 if products else int(gain)}>",
+                    T.access_ptr(Q[row, at], "w", VECTOR), T.access_ptr(total, "rw"), T.access_ptr(x[v * 4], "r", 4),
+                    T.access_ptr(g[v % slots * VECTOR], "r", VECTOR), factor[0],
+                )  # fmt: skip
         if integer:
-            total[0] = T.call_extern(
-                "int32", f"tz_row_sum<{warps}>", total[0], T.access_ptr(shared[2 * warps], "rw", warps)
+            total[0] = call(
+                f"row_sum<{warps}>", total[0], T.access_ptr(shared[2 * warps], "rw", warps), returns="int32"
             )
         if T.And(row < X.shape[0], lane == 0):
             factor[1] = m[0] / T.float32(largest)
@@ -193,13 +178,10 @@ def row_macros(r: Rows, *, wave: int, later: int) -> SimpleNamespace:
             if integer:
                 RS[row] = total[0]
 
-    return SimpleNamespace(column=column, load_gain=load_gain, fetch=fetch, quantize=quantize)
+    return column, load_gain, fetch, quantize
 
 
-def build(
-    target, *, k: int, dtype: str, gain: bool, norm: bool, warps: int, rows: int, vectors: int, resident: int = 1024,
-    ahead: int = 0, later: int = 0, persistent: bool = False, early: bool = False, codes: str = "int8",
-):  # fmt: skip
+def build(target, *, resident: int = 1024, ahead: int = 0, later: int = 0, **params: Scalar):
     """The prim_func `main(X, G, Q, XS, RS, eps, columns)`.
 
     Shapes: X [M, k] in `dtype` ("float16" or "bfloat16"), k a multiple of 8; G f32 [k] (one element without a gain); Q
@@ -209,18 +191,17 @@ def build(
     threads fit on an SM. `ahead` and `later`: sixteenths of rows that are fetched into L2 early; `early`: gains are
     read before the kernel ahead has ended. With `codes` "e4m3", the bytes of Q are e4m3 and RS [1] is not written.
     """
-    import tilelang.language as T
-
-    r = Rows(k, dtype, gain, norm, warps, rows, vectors, persistent, early, codes)
+    r = Rows(**params)
     for name, part in (("ahead", ahead), ("later", later)):
         if not 0 <= part <= 16:
             raise ArgumentError(name, part, "must be 0..16, sixteenths of a row", "fetch no more than a row")
+    k, dtype, gain, warps, rows, vectors, persistent = r.k, r.dtype, r.gain, r.warps, r.rows, r.vectors, r.persistent
     threads, lanes = 32 * warps * rows, 32 * warps
     blocks = max(1, resident // threads)
     wave = blocks * target.sms  # CTAs that run at a time
     pdl = target.supports("pdl")
     ahead, later = (part * k // VECTOR // 16 * VECTOR if pdl else 0 for part in (ahead, later))  # values
-    of_row = row_macros(r, wave=wave, later=later)
+    column, load_gain, fetch, quantize = row_macros(r, wave=wave, later=later)
     forms = ([] if r.integer else ["e4m3_rows"]) + (["prefetch"] if ahead or later else [])
     source = prelude("pack", "rows", *forms)
     M = T.dynamic("m")
@@ -250,10 +231,10 @@ def build(
             lane = tx % lanes
             if ahead:
                 if block < wave:
-                    of_row.fetch(X, row, lane, ahead)
+                    fetch(X, row, lane, ahead)
             if r.held:  # a weight: activations._gain keeps its writer from being the kernel ahead
                 for v in T.unroll(vectors):
-                    of_row.load_gain(G, g, v, of_row.column(v, lane), "false")
+                    load_gain(G, g, v, column(v, lane), "false")
             if pdl:
                 T.pdl_trigger()
                 T.pdl_sync()
@@ -261,10 +242,10 @@ def build(
                 for turn in T.serial(T.ceildiv(T.ceildiv(M, rows) - block, wave)):
                     if not r.integer and warps > 1:  # with a sum of codes, its barrier stands between two reductions
                         T.sync_threads()
-                    of_row.quantize(
+                    quantize(
                         X, G, Q, XS, RS, eps, columns, shared, x, g, m, factor, total, row + turn * wave * rows, lane
                     )
             else:
-                of_row.quantize(X, G, Q, XS, RS, eps, columns, shared, x, g, m, factor, total, row, lane)
+                quantize(X, G, Q, XS, RS, eps, columns, shared, x, g, m, factor, total, row, lane)
 
     return main

@@ -47,7 +47,7 @@ def test_machine_code(target, params, tmp_path, monkeypatch):
     assert report.count("LDL|STL") == 0
     op = Operand(*({**BASE, **params}[f] for f in ("group", "symmetric", "scale_dtype", "dtype", "numerics")))
     tile = {f: params[f] for f in ("block_tokens", "warps", "row_blocks", "stages", "kc") if f in params}
-    assert report.smem_static + report.smem_dynamic == multistage.shared_bytes(op, **tile)
+    assert report.smem_static + report.smem_dynamic == multistage.shared_bytes(op, multistage.Tile(**tile))
     assert report.smem_static + report.smem_dynamic <= Target.parse(target).smem_per_block
 
 

@@ -352,11 +352,11 @@ def test_targets_without_wgmma_multiply_bytes_on_warps(target):
         for request in (*dense, *w8a8.grouped_requests(2048, 1024, 8, **own, target=target)):
             params = dict(request.params)
             gemm = direct.Gemm(params["n"], params["k"], 128, params["out_dtype"], params["dequantization"], False)
-            tile = {field: params[field] for field in ("block_tokens", "warps", "row_blocks", "token_warps")}
-            rest = {field: params[field] for field in ("stages", "kc")}
-            need = multistage.shared_bytes(gemm, **tile, **rest)
+            fields = ("block_tokens", "warps", "row_blocks", "token_warps", "stages", "kc")
+            tile = multistage.Tile(**{field: params[field] for field in fields})
+            need = multistage.shared_bytes(gemm, tile)
             most = 2 * (multistage.MOST_E4M3 if codes == "e4m3" else multistage.MOST_SUMS)
-            multistage.Tile(**tile).check(**rest, units=gemm.units, most=most, need=need, target=at)
+            tile.check(units=gemm.units, most=most, need=need, target=at)
 
 
 def test_rows_of_block_activations_keep_their_scales():
