@@ -80,11 +80,10 @@ class WeightOnlyShape(Shape):
 
     def operand(self, numerics: str) -> Operand:
         from terrazzo.ops.linear.operand import Operand
-        from terrazzo.ops.weight_only import op
 
         s, form = self.settings, get_codes(self.settings.weight)
         scales = form.scales[0] if form.values else s.dtype
-        group = op.group_of(s.group, self.k, s.weight)
+        group = 0 if s.group >= self.k and get_codes(s.weight).one_group else s.group
         return Operand(group, s.symmetric or bool(form.values), scales, s.dtype, numerics, s.weight)
 
     def gemm(self) -> Gemm:

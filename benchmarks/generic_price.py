@@ -71,13 +71,13 @@ def pairs(options: argparse.Namespace, target: Any) -> Iterator[tuple[str, int, 
 
 def _plan(operator: str, m: int, n: int, k: int, target: Any) -> Any:
     """What the operator launches."""
+    from terrazzo.ops.call import plans
+
     if operator in BYTES:
         from terrazzo.ops.w4a8.w8a8 import op as w8a8_op
 
         numerics = w8a8_op.numerics_of(*BYTES[operator], False, "auto")
-        facts = dict(bias=False, target=target, device=target)
-        return w8a8_op.plan(m, n, k, numerics=numerics, out_dtype="float16", **facts)
-    facts = dict(group_size=GROUP, bias=False, target=target, device=target)
+        return plans.plan(m, w8a8_op.Facts(n, k, numerics=numerics, out_dtype="float16"), target, target)
     if not operator.startswith("w4a8"):
         from terrazzo.nn.formats import Format
         from terrazzo.ops.weight_only import op
@@ -87,12 +87,13 @@ def _plan(operator: str, m: int, n: int, k: int, target: Any) -> Any:
         scale = "float16" if codes.symmetric else codes.scales[0]
         group = GROUP if operator == "w4a16" else form.group_size or k
         symmetric = not codes.symmetric or form.symmetric
-        facts |= dict(symmetric=symmetric, scale_dtype=scale, dtype="float16", numerics="auto")
-        return op.plan(m, n, k, **facts | dict(group_size=group, weight=codes.name))
+        facts = dict(symmetric=symmetric, scale_dtype=scale, dtype="float16", group_size=group, weight=codes.name)
+        return plans.plan(m, op.Facts(n, k, **facts), target, target)
     from terrazzo.ops.w4a8 import op as bytes_op
 
     form = "e4m3" if operator == "w4a8_fp8" else "auto"
-    return bytes_op.plan(m, n, k, **facts, out_dtype="float16", dequantization=form, pipeline="auto")
+    product = bytes_op.Facts(n, k, group_size=GROUP, out_dtype="float16", dequantization=form)
+    return plans.plan(m, product, target, target)
 
 
 def special(request: Any, n: int, k: int) -> Any:

@@ -136,13 +136,12 @@ def requests_of(op: str, layer: Layer, packed_for: str | None = None, dense: boo
 def _of_another_target(layer: Layer, rows: list[int], each: list[int], packed_for: str, facts: dict) -> list[Any]:
     """Experts packed for it, and a `gemm` for each."""
     from terrazzo.lowering.targets import Target
-    from terrazzo.ops.w4a16 import grouped, op
+    from terrazzo.ops.call import plans
+    from terrazzo.ops.weight_only import op
 
-    facts = facts | dict(bias=False, numerics="auto", target=Target.parse(packed_for), device=Target.detect())
-    return [
-        *(grouped.plan(m, layer.n, layer.k, layer.experts, **facts).request for m in rows),
-        *(op.plan(m, layer.n, layer.k, **facts).request for m in each),
-    ]
+    at = Target.parse(packed_for), Target.detect()
+    alone, stacked = (op.Facts(layer.n, layer.k, **facts, experts=experts) for experts in (0, layer.experts))
+    return [*(plans.plan(m, stacked, *at).request for m in rows), *(plans.plan(m, alone, *at).request for m in each)]
 
 
 def experts_of(op: str, layer: Layer, packed_for: str | None = None) -> Any:

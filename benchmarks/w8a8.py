@@ -60,20 +60,21 @@ def numerics_of(name: str) -> str:
 
 def plans_of(name: str, n: int, k: int, m: int, target: Any, tiles: tuple = ((0,),)) -> dict[str, Any]:
     """Name of a tile -> its plan: the chosen one first, then those of `--tiles`."""
+    from terrazzo.ops.call import plans
     from terrazzo.ops.w4a8.w8a8 import op
     from terrazzo.schedules import linear_spaces
 
     numerics = numerics_of(name)
-    facts = dict(numerics=numerics, out_dtype="bfloat16", bias=False, target=target)
-    space = linear_spaces.of(op.problem(n, k, numerics, "bfloat16"))
-    found = {"chosen": op.plan(m, n, k, **facts)}
+    product = op.Facts(n, k, numerics=numerics, out_dtype="bfloat16")
+    space = linear_spaces.of(product.gemm())
+    found = {"chosen": plans.plan(m, product, target)}
     legal = [(p, s) for p, s in space.every(target, m) if p != "multistage" and not space.refusal(p, s, target, m)]
     best: dict[tuple, list] = {}
     for p, s in sorted(legal, key=lambda it: space.cost(*it, target, m)):
         best.setdefault((*s.tile, s.cluster, p), []).append(s)
     wanted = list(best)[: tiles[0][0]] if len(tiles[0]) == 1 else [it for it in best if it[:3] in tiles]
     for p, s in ((tile[-1], s) for tile in wanted for s in best[tile] if s.raster in RASTERS):
-        plan = op.plan(m, n, k, **facts, schedule=s)
+        plan = plans.plan(m, product, target, chosen=(p, s))
         if plan != found["chosen"]:
             name = {"stream_k": "tile", "direct_tokens": "tokens"}[p]
             found[f"{name}_{s.block_tokens}x{s.warpgroups}x{s.row_blocks}_c{s.cluster}_r{s.raster}"] = plan
@@ -92,10 +93,11 @@ def quantizer_of(name: str, k: int, m: int, target: Any) -> Any:
 
 def experts_of(name: str, n: int, k: int, m: int, experts: int, target: Any) -> Any:
     """The kernel of experts with m tokens each."""
-    from terrazzo.ops.w4a8.w8a8 import grouped
+    from terrazzo.ops.call import plans
+    from terrazzo.ops.w4a8.w8a8 import op
 
-    facts = dict(numerics=numerics_of(name), out_dtype="bfloat16", bias=False, target=target)
-    return grouped.plan(m * experts, n, k, experts, **facts).request
+    product = op.Facts(n, k, numerics=numerics_of(name), out_dtype="bfloat16", experts=experts)
+    return plans.plan(m * experts, product, target).request
 
 
 def requests_of(options: argparse.Namespace, target: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from terrazzo.ops.checkpoints import loaders
 from terrazzo.ops.checkpoints.conventions import fp8 as published
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.products.wide import FP8
-from terrazzo.ops.weight_only import format, grouped, op
+from terrazzo.ops.weight_only import format, op
 from terrazzo.ops.weight_only.entry import gemm, grouped_gemm
 from terrazzo.ops.weight_only.format import PackedWeight, QuantizedWeight
 from terrazzo.ops.weight_only.op import weight_requests
@@ -186,7 +186,7 @@ def grouped_requests(
         TargetError: an unknown target.
     """
     facts = dict(m=m, dtype=dtype, bias=bias, target=target, scale_dtype=scale_dtype)
-    return grouped.grouped_requests(n, k, experts, group_size=group_size, **facts, **_FACTS)
+    return op.grouped_requests(n, k, experts, group_size=group_size, **facts, **_FACTS)
 
 
 read_layer = FAMILY.read_layer

@@ -19,7 +19,7 @@ from terrazzo.ops.checkpoints import loaders
 from terrazzo.ops.checkpoints.conventions import mxfp4 as published
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.products.converted import MXFP4_FP8
-from terrazzo.ops.w4a8 import grouped, mxfp4_format, op
+from terrazzo.ops.w4a8 import mxfp4_format, op
 from terrazzo.ops.w4a8.activations import QuantizedActivations
 from terrazzo.ops.w4a8.entry import gemm, grouped_gemm
 from terrazzo.ops.w4a8.fp8_quantizer import quantize_activations
@@ -212,7 +212,7 @@ def grouped_requests(
         TargetError: an unknown target.
     """
     facts = dict(m=m, group_size=group_size, out_dtype=out_dtype, bias=bias, target=target)
-    return grouped.grouped_requests(n, k, experts, dequantization=_FORM, **facts)
+    return op.grouped_requests(n, k, experts, dequantization=_FORM, **facts)
 
 
 read_layer = FAMILY.read_layer

@@ -16,7 +16,7 @@ from terrazzo.ops.checkpoints import loaders
 from terrazzo.ops.checkpoints.conventions import nvfp4 as published
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.products.wide import NVFP4
-from terrazzo.ops.weight_only import format, grouped, op
+from terrazzo.ops.weight_only import format, op
 from terrazzo.ops.weight_only.entry import gemm, grouped_gemm
 from terrazzo.ops.weight_only.format import PackedWeight, QuantizedWeight
 from terrazzo.ops.weight_only.op import weight_requests
@@ -182,7 +182,7 @@ def grouped_requests(
         TargetError: an unknown target.
     """
     facts = dict(m=m, dtype=dtype, bias=bias, target=target)
-    return grouped.grouped_requests(n, k, experts, group_size=group_size, **facts, **_FACTS)
+    return op.grouped_requests(n, k, experts, group_size=group_size, **facts, **_FACTS)
 
 
 read_layer = FAMILY.read_layer

@@ -16,7 +16,7 @@ from terrazzo.ops.checkpoints import loaders
 from terrazzo.ops.checkpoints.conventions import compressed_tensors, gptq
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.products.wide import W8A16
-from terrazzo.ops.weight_only import grouped, integer_quantizer, integers, op
+from terrazzo.ops.weight_only import integer_quantizer, integers, op
 from terrazzo.ops.weight_only.byte_integers import PackedWeight, QuantizedWeight
 from terrazzo.ops.weight_only.entry import gemm, grouped_gemm
 from terrazzo.ops.weight_only.op import weight_requests
@@ -257,7 +257,7 @@ def grouped_requests(
         TargetError: an unknown target.
     """
     facts = dict(group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, numerics=numerics)
-    return grouped.grouped_requests(n, k, experts, m=m, dtype=dtype, bias=bias, target=target, weight="u8", **facts)
+    return op.grouped_requests(n, k, experts, m=m, dtype=dtype, bias=bias, target=target, weight="u8", **facts)
 
 
 FAMILY = loaders.family_of(W8A16, pack=pack, made=_made, bits=8)

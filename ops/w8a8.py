@@ -21,8 +21,7 @@ from terrazzo.ops.products.direct import W8A8, W8A8_FP8
 from terrazzo.ops.w4a8.w8a8 import format as w8_format
 from terrazzo.ops.w4a8.w8a8.entry import gemm, grouped_gemm, quantize_activations
 from terrazzo.ops.w4a8.w8a8.format import PackedWeight, QuantizedWeight
-from terrazzo.ops.w4a8.w8a8.grouped import grouped_requests
-from terrazzo.ops.w4a8.w8a8.op import kernel_requests, weight_requests
+from terrazzo.ops.w4a8.w8a8.op import grouped_requests, kernel_requests, weight_requests
 from terrazzo.ops.w4a8.w8a8.quantizer import quantize, quantize_weight
 
 if TYPE_CHECKING:

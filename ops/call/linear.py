@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import derived, dlpack, grouped, launching, weights
+from terrazzo.ops.call import plans
 from terrazzo.schedules import records
 
 if TYPE_CHECKING:
@@ -53,8 +54,8 @@ class Linear(ABC):
         """What a kernel must know of a weight."""
 
     @abstractmethod
-    def plan(self, w: Any, m: int, key: tuple, target: Target, device: Target, experts: int) -> Plan:
-        """Kernel and launch sizes; `key` is what `gemm` keeps a launch under. experts: 0 for a weight alone."""
+    def product(self, w: Any, key: tuple, experts: int) -> plans.Facts:
+        """What plans are made of; `key` is what a launch is kept under. experts: 0 for a weight alone."""
 
     @abstractmethod
     def check_choices(self, w: Any, out_dtype: str, choices: Choices) -> None:
@@ -369,7 +370,7 @@ class Linear(ABC):
         if m == 0:
             return ()
         target, device = launching.targets(w.target, held.device)
-        plan = self.plan(w, m, key, target, device, experts)
+        plan = plans.plan(m, self.product(w, key, experts), target, device)
         operator = f"{self.name(w)}.{'grouped_gemm' if experts else 'gemm'}"
         kernel, launcher, *spaces, after = launching.prepared(plan, m, held, at, operator, self.sums_dtype(w))
         ahead, more = self.stand_ins(x, w, plan, target, device, m)

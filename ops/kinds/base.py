@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from terrazzo.ops.call import plans
 from terrazzo.ops.grouped import all_tokens
 
 if TYPE_CHECKING:
@@ -96,12 +97,16 @@ class Kind(ABC):
         """
 
     @abstractmethod
+    def planned(self, facts: Facts) -> plans.Facts:
+        """What plans are made of, without a bias."""
+
     def gemm(self, facts: Facts) -> Gemm:
         """What schedules know of it."""
+        return self.planned(facts).gemm()
 
-    @abstractmethod
     def plan(self, m: int, facts: Facts, target: Target) -> Plan:
         """The kernel and its launch, not a kept plan."""
+        return plans.plan.__wrapped__(m, self.planned(facts), target)
 
     @abstractmethod
     def converter(self, facts: Facts) -> str:

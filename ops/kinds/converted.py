@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import launching, w4a8
 from terrazzo.ops.kinds.base import Facts, Kind, Serving
-from terrazzo.ops.w4a8 import activations, grouped, op
+from terrazzo.ops.w4a8 import activations, op
 from terrazzo.schedules import records
-from terrazzo.schedules.problem import Gemm
 
 if TYPE_CHECKING:
     from terrazzo.lowering.request import KernelRequest
     from terrazzo.lowering.targets import Target
-    from terrazzo.ops.launching import Plan
     from terrazzo.ops.model_layers import Linear
 
 
@@ -30,19 +28,12 @@ class Converted(Kind):
         if size not in codes.groups:
             constraint = f"must be {' or '.join(map(str, codes.groups))}"
             raise ArgumentError("group", group, constraint, f"leave it out for {codes.usual}")
-        own = (size, dtype, self.product.ways[0].name)
-        return grouped.tuning_facts(n, k, experts, *own) if experts else op.tuning_facts(n, k, *own)
+        own = dict(group_size=size, out_dtype=dtype, dequantization=self.product.ways[0].name)
+        return op.Facts(n, k, **own, experts=experts).tuned()
 
-    def gemm(self, facts: Facts) -> Gemm:
-        own = dict(activations=self.product.x.rate, experts=facts.get("experts", 0))
-        return Gemm.of_bytes(facts["n"], -(-facts["k"] // 16) * 16, facts["group"], **own)
-
-    def plan(self, m: int, facts: Facts, target: Target) -> Plan:
-        own = dict(group_size=facts["group"], out_dtype=facts["out_dtype"], bias=False, target=target)
-        own["dequantization"] = self.product.ways[0].name
-        if "experts" in facts:
-            return grouped.plan.__wrapped__(m, facts["n"], facts["k"], facts["experts"], **own)
-        return op.plan.__wrapped__(m, facts["n"], facts["k"], **own, pipeline="auto")
+    def planned(self, facts: Facts) -> op.Facts:
+        own = dict(group_size=facts["group"], out_dtype=facts["out_dtype"], experts=facts.get("experts", 0))
+        return op.Facts(facts["n"], facts["k"], **own, dequantization=self.product.ways[0].name)
 
     def converter(self, facts: Facts) -> str:
         known = {way.name: way.converter() for way in self.product.ways}
@@ -68,7 +59,7 @@ class Converted(Kind):
 
     def requests(self, layer: Linear, serving: Serving) -> list[KernelRequest]:
         (n, k), facts, at = (layer.n, layer.k), self._layer(layer, serving), serving.target
-        recorded = op.tuning_facts(n, k, **facts, out_dtype=serving.dtype)
+        recorded = op.Facts(n, k, **facts, out_dtype=serving.dtype).tuned()
         m = serving.tokens(launching.ALL_TOKENS, records.tokens(self.product.record, recorded, at))
         found = w4a8.kernel_requests(n, k, m=m, target=at, bias=layer.bias, dtype=serving.dtype, **facts)
         return found + self._quantizers(layer, serving, m or launching.ALL_TOKENS)

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Any
 from terrazzo.ops import launching
 from terrazzo.ops.kinds.base import Facts, Kind, Serving
 from terrazzo.ops.products import ways
-from terrazzo.ops.w4a8.w8a8 import grouped, op
+from terrazzo.ops.w4a8.w8a8 import op
 from terrazzo.schedules import records
 
 if TYPE_CHECKING:
     from terrazzo.lowering.request import KernelRequest
     from terrazzo.lowering.targets import Target
-    from terrazzo.ops.launching import Plan
     from terrazzo.ops.model_layers import Linear
-    from terrazzo.schedules.problem import Gemm
 
 
 class Direct(Kind):
@@ -23,18 +21,12 @@ class Direct(Kind):
 
     def facts(self, n: int, k: int, experts: int, *, dtype: str, group: int | None, symmetric: bool) -> dict[str, Any]:
         form = op.form_of(group or k, k, self.product.codes.name)
-        own = (dtype, op.numerics_of(**form, zeros=False, accumulate="auto"))
-        return grouped.tuning_facts(n, k, experts, *own) if experts else op.tuning_facts(n, k, *own)
+        numerics = op.numerics_of(**form, zeros=False, accumulate="auto")
+        return op.Facts(n, k, numerics=numerics, out_dtype=dtype, experts=experts).tuned()
 
-    def gemm(self, facts: Facts) -> Gemm:
-        own = (facts["dequantization"], facts["out_dtype"], facts.get("experts", 0))
-        return op.problem(facts["n"], facts["k"], *own)
-
-    def plan(self, m: int, facts: Facts, target: Target) -> Plan:
-        own = dict(numerics=facts["dequantization"], out_dtype=facts["out_dtype"], bias=False, target=target)
-        if "experts" in facts:
-            return grouped.plan.__wrapped__(m, facts["n"], facts["k"], facts["experts"], **own)
-        return op.plan.__wrapped__(m, facts["n"], facts["k"], **own)
+    def planned(self, facts: Facts) -> op.Facts:
+        own = dict(numerics=facts["dequantization"], out_dtype=facts["out_dtype"], experts=facts.get("experts", 0))
+        return op.Facts(facts["n"], facts["k"], **own)
 
     def converter(self, facts: Facts) -> str:
         return self.product.ways[0].converter()
@@ -62,7 +54,8 @@ class Direct(Kind):
     def requests(self, layer: Linear, serving: Serving) -> list[KernelRequest]:
         (n, k), form, at = (layer.n, layer.k), self._form(layer), serving.target
         numerics = op.numerics_of(**form, zeros=layer.zeros, accumulate="auto")
-        known = records.tokens(self.product.record, op.tuning_facts(n, k, serving.dtype, numerics), at)
+        recorded = op.Facts(n, k, numerics=numerics, out_dtype=serving.dtype).tuned()
+        known = records.tokens(self.product.record, recorded, at)
         facts = dict(m=serving.tokens(launching.ALL_TOKENS, known), dtype=serving.dtype, target=at, bias=layer.bias)
         facts |= form | dict(static=layer.static, zeros=layer.zeros, ue8m0=layer.ue8m0)
         return [it for smooth in serving.smooths for it in op.kernel_requests(n, k, **facts, smooth=smooth)]
@@ -74,5 +67,5 @@ class Direct(Kind):
         before = [op.quantizers(layer.k, **own, smooth=smooth) for smooth in serving.smooths]
         facts = form | dict(zeros=layer.zeros, out_dtype=serving.dtype, bias=layer.bias, target=at)
         m = serving.routed(layer.experts, top_k)
-        found = grouped.grouped_requests(layer.n, layer.k, layer.experts, **facts, m=m)
+        found = op.grouped_requests(layer.n, layer.k, layer.experts, **facts, m=m)
         return [*found, *(it for made in before for it in made)]

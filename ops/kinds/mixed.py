@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import launching, w4ax
 from terrazzo.ops.kinds.base import Facts, Kind, Serving
-from terrazzo.ops.w4ax import activations, grouped, op
+from terrazzo.ops.w4ax import activations, op
 from terrazzo.ops.w4ax.format import native
-from terrazzo.schedules.problem import Gemm
 from terrazzo.schedules.w4ax import BLOCK
 
 if TYPE_CHECKING:
     from terrazzo.lowering.request import KernelRequest
     from terrazzo.lowering.targets import Target
-    from terrazzo.ops.launching import Plan
     from terrazzo.ops.model_layers import Linear
 
 
@@ -26,24 +24,15 @@ class Mixed(Kind):
     def facts(self, n: int, k: int, experts: int, *, dtype: str, group: int | None, symmetric: bool) -> dict[str, Any]:
         if (group or BLOCK) != BLOCK:
             raise ArgumentError("group", group, f"must be {BLOCK}, the block", "leave it out")
-        high = self._high(k)
-        return grouped.tuning_facts(n, k, experts, high, dtype) if experts else op.tuning_facts(n, k, high, dtype, True)
+        return op.Facts(n, k, blocks8=self._high(k), out_dtype=dtype, two_level=True, experts=experts).tuned()
 
     @staticmethod
     def _high(k: int) -> int:
         return round(0.25 * -(-k // BLOCK))
 
-    def gemm(self, facts: Facts) -> Gemm:
-        own = dict(two_level="scales" in facts, experts=facts.get("experts", 0))
-        return Gemm.of_blocks(facts["n"], -(-facts["k"] // BLOCK) * BLOCK, facts["blocks8"], **own)
-
-    def plan(self, m: int, facts: Facts, target: Target) -> Plan:
-        own = dict(out_dtype=facts["out_dtype"], bias=False, target=target)
-        if "experts" in facts:
-            made = grouped.plan.__wrapped__
-            return made(m, facts["n"], facts["k"], facts["experts"], facts["blocks8"], **own)
-        own["two_level"] = "scales" in facts
-        return op.plan.__wrapped__(m, facts["n"], facts["k"], facts["blocks8"], **own)
+    def planned(self, facts: Facts) -> op.Facts:
+        own = dict(blocks8=facts["blocks8"], out_dtype=facts["out_dtype"], experts=facts.get("experts", 0))
+        return op.Facts(facts["n"], facts["k"], **own, two_level="scales" in facts)
 
     def converter(self, facts: Facts) -> str:
         return self.product.ways["scales" not in facts].converter()

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.ops import launching
 from terrazzo.ops.kinds.base import Facts, Kind, Serving
-from terrazzo.ops.linear.operand import Operand
-from terrazzo.ops.products.ways import choose_way
-from terrazzo.ops.weight_only import grouped, op
+from terrazzo.ops.weight_only import op
 from terrazzo.schedules import records
 
 if TYPE_CHECKING:
     from terrazzo.lowering.request import KernelRequest
-    from terrazzo.lowering.targets import Target
-    from terrazzo.ops.launching import Plan
     from terrazzo.ops.model_layers import Linear
-    from terrazzo.schedules.problem import Gemm
 
 
 class Wide(Kind):
@@ -25,35 +21,22 @@ class Wide(Kind):
     def facts(self, n: int, k: int, experts: int, *, dtype: str, group: int | None, symmetric: bool) -> dict[str, Any]:
         codes = self.product.codes
         scales = codes.scales[0] if codes.values else dtype
-        own = (group or codes.groups[-1], symmetric or bool(codes.values), scales, dtype)
-        one = op.tuning_facts(n, k, *own, codes.name)
-        self._operand(one)  # raises where these do not go together
-        if not experts:
-            return one
-        return grouped.tuning_facts(n, k, experts, *own, choose_way(codes, scales, dtype, False).name, codes.name)
+        own = dict(group_size=group or codes.groups[-1], symmetric=symmetric or bool(codes.values), dtype=dtype)
+        product = op.Facts(n, k, **own, scale_dtype=scales, weight=codes.name, experts=experts)
+        product.operand()  # raises where these do not go together
+        return product.tuned()
 
-    def _operand(self, facts: Facts, few: bool = False) -> Operand:
-        """few: as the program for small batches reads it."""
-        own = [facts[name] for name in ("group", "symmetric", "scale_dtype", "dtype")]
-        numerics = choose_way(self.product.codes, facts["scale_dtype"], facts["dtype"], few).name
-        return Operand(*own, numerics if few else facts.get("numerics", numerics), self.product.codes.name)
-
-    def gemm(self, facts: Facts) -> Gemm:
-        return op.problem_of(self._operand(facts), facts["n"], -(-facts["k"] // 8) * 8, facts.get("experts", 0))
-
-    def plan(self, m: int, facts: Facts, target: Target) -> Plan:
+    def planned(self, facts: Facts) -> op.Facts:
         own = {name: facts[name] for name in ("symmetric", "scale_dtype", "dtype")}
-        own |= dict(group_size=facts["group"] or facts["k"], bias=False, target=target, weight=self.product.codes.name)
-        if "experts" not in facts:
-            return op.plan.__wrapped__(m, facts["n"], facts["k"], **own, numerics="auto")
-        made = grouped.plan.__wrapped__
-        return made(m, facts["n"], facts["k"], facts["experts"], **own, numerics=facts["numerics"])
+        own |= dict(group_size=facts["group"] or facts["k"], weight=self.product.codes.name)
+        experts, numerics = facts.get("experts", 0), facts.get("numerics", "auto")
+        return op.Facts(facts["n"], facts["k"], **own, experts=experts, numerics=numerics)
 
     def converter(self, facts: Facts) -> str:
-        return self._operand(facts, few=True).converter
+        return replace(self.planned(facts), numerics="auto").operand(few=True).converter
 
     def weight_bytes(self, facts: Facts) -> int:
-        return self._operand(facts).weight_bytes(facts["n"], facts["k"])
+        return self.planned(facts).operand().weight_bytes(facts["n"], facts["k"])
 
     def _layer(self, layer: Linear, serving: Serving) -> dict[str, Any]:
         """What tells kernels of a layer apart, besides sizes."""
@@ -68,7 +51,7 @@ class Wide(Kind):
 
     def requests(self, layer: Linear, serving: Serving) -> list[KernelRequest]:
         facts = self._layer(layer, serving)
-        recorded = op.tuning_facts(layer.n, layer.k, **facts)
+        recorded = op.Facts(layer.n, layer.k, **facts).tuned()
         known = records.tokens(self.product.record, recorded, serving.target)
         m = serving.tokens(launching.ALL_TOKENS, known)
         return op.kernel_requests(layer.n, layer.k, **facts, **self._launched(layer, serving), m=m)
@@ -76,4 +59,4 @@ class Wide(Kind):
     def experts_requests(self, layer: Linear, serving: Serving, top_k: int) -> list[KernelRequest]:
         facts = self._layer(layer, serving) | self._launched(layer, serving)
         m = serving.routed(layer.experts, top_k)
-        return grouped.grouped_requests(layer.n, layer.k, layer.experts, **facts, m=m)
+        return op.grouped_requests(layer.n, layer.k, layer.experts, **facts, m=m)

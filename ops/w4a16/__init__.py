@@ -38,9 +38,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from terrazzo.ops.grouped import GroupedWeight
     from terrazzo.ops.w4a16.checkpoint import iter_layers, load_layer, load_model, read_layer
-    from terrazzo.ops.w4a16.entry import gemm, grouped_gemm
-    from terrazzo.ops.w4a16.grouped import GroupedWeight, grouped_requests
     from terrazzo.ops.w4a16.importers import (
         from_awq,
         from_compressed_tensors,
@@ -49,21 +48,22 @@ if TYPE_CHECKING:
         read_compressed_tensors,
         read_gptq,
     )
-    from terrazzo.ops.w4a16.op import kernel_requests, weight_requests
     from terrazzo.ops.w4a16.reference import dequantize
+    from terrazzo.ops.weight_only.entry import gemm, grouped_gemm
     from terrazzo.ops.weight_only.integer_quantizer import quantize, quantize_weight
     from terrazzo.ops.weight_only.integers import PackedWeight, QuantizedWeight, pack
+    from terrazzo.ops.weight_only.op import grouped_requests, kernel_requests, weight_requests
 else:
     __getattr__, __dir__ = lazy.attach(
         __name__,
         {
             "checkpoint": "iter_layers load_layer load_model read_layer",
-            "entry": "gemm grouped_gemm",
             "terrazzo.ops.weight_only.integers": "PackedWeight QuantizedWeight pack",
-            "grouped": "GroupedWeight grouped_requests",
             "importers": "from_awq from_compressed_tensors from_gptq read_awq read_compressed_tensors read_gptq",
-            "op": "kernel_requests weight_requests",
             "terrazzo.ops.weight_only.integer_quantizer": "quantize quantize_weight",
             "reference": "dequantize",
+            "terrazzo.ops.grouped": "GroupedWeight",
+            "terrazzo.ops.weight_only.entry": "gemm grouped_gemm",
+            "terrazzo.ops.weight_only.op": "grouped_requests kernel_requests weight_requests",
         },
     )

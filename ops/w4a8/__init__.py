@@ -45,11 +45,10 @@ if TYPE_CHECKING:
     from terrazzo.ops.w4a8 import fp8
     from terrazzo.ops.w4a8.activations import QuantizedActivations
     from terrazzo.ops.w4a8.checkpoint import iter_layers, load_layer, load_model, read_layer
-    from terrazzo.ops.w4a8.entry import gemm, grouped_gemm, quantize_activations
+    from terrazzo.ops.w4a8.entry import GroupedWeight, gemm, grouped_gemm, quantize_activations
     from terrazzo.ops.w4a8.format import PackedWeight, QuantizedWeight, pack
-    from terrazzo.ops.w4a8.grouped import GroupedWeight, grouped_requests
     from terrazzo.ops.w4a8.importers import from_compressed_tensors, from_qserve, read_compressed_tensors, read_qserve
-    from terrazzo.ops.w4a8.op import kernel_requests, weight_requests
+    from terrazzo.ops.w4a8.op import grouped_requests, kernel_requests, weight_requests
     from terrazzo.ops.w4a8.quantizer import quantize, quantize_weight
     from terrazzo.ops.w4a8.reference import dequantize
     from terrazzo.ops.w4a8.smooth import search_smooth
@@ -59,12 +58,11 @@ else:
         {
             "activations": "QuantizedActivations",
             "checkpoint": "iter_layers load_layer load_model read_layer",
-            "entry": "gemm grouped_gemm quantize_activations",
+            "entry": "GroupedWeight gemm grouped_gemm quantize_activations",
             "format": "PackedWeight QuantizedWeight pack",
             "fp8": "fp8",
-            "grouped": "GroupedWeight grouped_requests",
             "importers": "from_compressed_tensors from_qserve read_compressed_tensors read_qserve",
-            "op": "kernel_requests weight_requests",
+            "op": "grouped_requests kernel_requests weight_requests",
             "quantizer": "quantize quantize_weight",
             "reference": "dequantize",
             "smooth": "search_smooth",

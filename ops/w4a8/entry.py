@@ -12,7 +12,7 @@ from terrazzo.ops.call.linear import Linear
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.linear.bytes import fp8_problem
 from terrazzo.ops.linear.bytes.fp8_problem import CONVERTERS
-from terrazzo.ops.w4a8 import activations, grouped, op
+from terrazzo.ops.w4a8 import activations, op
 from terrazzo.ops.w4a8.activations import QuantizedActivations
 
 if TYPE_CHECKING:
@@ -39,13 +39,9 @@ class Calls(Linear):
         if op.dequantization_of(w, choices[0]) in CONVERTERS:
             fp8_problem.check_out_dtype(out_dtype)
 
-    def plan(self, w: op.Weight, m: int, key: tuple, target: Target, device: Target, experts: int) -> Plan:
-        _, _, out_dtype, (dequantization, pipeline), no_bias, _ = key[-6:]
-        facts = dict(group_size=w.group_size, out_dtype=str(out_dtype)[6:], bias=not no_bias, target=target)
-        facts |= dict(dequantization=op.dequantization_of(w, dequantization), device=device)
-        if experts:
-            return grouped.plan(m, w.n, w.k, experts, **facts)
-        return op.plan(m, w.n, w.k, **facts, pipeline=pipeline)
+    def product(self, w: op.Weight, key: tuple, experts: int) -> op.Facts:
+        _, _, out_dtype, choices, no_bias, _ = key[-6:]
+        return op.facts_of(w, str(out_dtype)[6:], not no_bias, choices, experts)
 
     def sums_dtype(self, w: op.Weight) -> str:
         return "float32" if w.ACTIVATIONS == "e4m3" else "int32"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import launching
+from terrazzo.ops import grouped, launching
+from terrazzo.ops.call import plans
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.linear.bytes import fp8_problem
 from terrazzo.ops.linear.bytes import multistage as multistage_program
@@ -20,9 +20,9 @@ from terrazzo.ops.linear.bytes.fp8_problem import CONVERTERS, E2M1, E4M3
 from terrazzo.ops.linear.sizes import shapeless
 from terrazzo.ops.w4a8 import activations, fp8_format
 from terrazzo.ops.w4a8.activations import QuantizedActivations
-from terrazzo.ops.w4a8.format import GROUPS, PackedWeight
+from terrazzo.ops.w4a8.format import GROUPS, UNIT_K, PackedWeight
 from terrazzo.ops.w4a8.reference import DEQUANTIZATIONS, OUT_DTYPES
-from terrazzo.schedules import linear_spaces, multistage, records, small_batch, spaces, stream_k
+from terrazzo.schedules import multistage, small_batch, stream_k
 from terrazzo.schedules.problem import TOKENS_PER_TILE, Gemm
 
 if TYPE_CHECKING:
@@ -36,75 +36,81 @@ WEIGHTS = (PackedWeight, fp8_format.PackedWeight)
 Weight: TypeAlias = PackedWeight | fp8_format.PackedWeight
 
 
-@lru_cache(maxsize=1024)
-def plan(
-    m: int,
-    n: int,
-    k: int,
-    *,
-    group_size: int,
-    out_dtype: str,
-    dequantization: str,
-    bias: bool,
-    pipeline: str,
-    target: Target,
-    device: Target | None = None,
-) -> Plan:
-    """Kernel and launch sizes for M = m >= 1. `device` is the GPU that runs it where that is newer than `target`.
+@dataclass(frozen=True, kw_only=True)
+class Facts(plans.Facts):
+    """Of a 4-bit weight for bytes.
 
-    `dequantization` "e4m3" is the form of `fp8` weights, "e2m1" of those of `mxfp4_fp8`.
+    Attributes:
+        group_size: k of a scale. out_dtype: "float16", "bfloat16" or "int32".
+        dequantization: see `gemm`; "e4m3" is the form of `fp8` weights, "e2m1" of those of `mxfp4_fp8`.
+        pipeline: see `gemm`.
     """
-    check_choices(k, out_dtype, dequantization, pipeline)
-    dequantization = AUTO if dequantization == "auto" else dequantization
-    e4m3 = dequantization in CONVERTERS
-    k16, raw = activations.padded(k), out_dtype == "int32"
-    common = dict(
-        n=n, k=k16, group=group_size, out_dtype=out_dtype, dequantization=dequantization, bias=bias and not raw
-    )
-    fp8_problem.of(**common)
-    gemm = Gemm.of_bytes(n, k16, group_size, 4 if raw else 2, "e4m3" if e4m3 else "s8")
 
-    def request(program: ModuleType, schedule: Any) -> KernelRequest:
-        name = f"w4a8.{program.__name__.rpartition('.')[2]}"
-        params = common | schedule.params()
-        params = shapeless(params, 4 if raw else 2) if program is stream_k_program else params
-        flags = launching.ptx_flags(target, device)
-        entry = f"{program.__name__}:build"
-        return KernelRequest(name, entry, tuple(params.items()), target, program.PASS_CONFIGS, flags)
+    group_size: int
+    out_dtype: str
+    dequantization: str
+    pipeline: str = "auto"
 
-    if e4m3:
-        fp8_format.check_target(target)
-    if pipeline == "imfp" and not target.supports("wgmma.s8"):
-        raise ArgumentError("pipeline", pipeline, f"{target.arch} has no wgmma of bytes", "leave it 'auto'")
-    if e4m3 and pipeline in ("small_batch", "multistage") and not target.supports("mma.e4m3"):
-        raise ArgumentError("pipeline", pipeline, f"{target.arch} emulates mma.sync of e4m3", "leave it 'auto'")
-    if pipeline == "auto":
-        facts = tuning_facts(n, k, group_size, out_dtype, dequantization)
-        program, s = spaces.choose(linear_spaces.of(gemm), operator_of(dequantization), facts, target, m, device)
-    elif pipeline == "small_batch":
-        program = pipeline
-        s = small_batch.choose(gemm, target, min(m, gemm.form.small_tokens))  # more take several launches
-    elif pipeline == "multistage":
-        program, s = pipeline, multistage.choose(gemm, target, m)
-    else:
-        program, s = "stream_k", stream_k.choose(gemm, target, m)
-    if program == "small_batch":
-        return Plan(request(small_batch_program, s), *s.workspace(gemm.row_blocks * 64), ())
-    if program == "multistage":
-        return Plan(request(multistage_program, s), *multistage.launch_sizes(s, gemm, m), ())
-    part = stream_k.partition(s, gemm, device or target, m)
-    return Plan(request(stream_k_program, s), *s.workspace(part.grid), (part.shared,))
+    programs: ClassVar = {
+        "small_batch": small_batch_program,
+        "stream_k": stream_k_program,
+        "grouped": stream_k_program,
+        "multistage": multistage_program,
+    }
+    kernels = "w4a8"
 
+    @property
+    def form(self) -> str:
+        """The dequantization that is meant."""
+        return AUTO if self.dequantization == "auto" else self.dequantization
 
-def operator_of(dequantization: str) -> str:
-    """The name under which records are kept."""
-    return {E4M3: "w4a8_fp8", E2M1: "mxfp4_fp8"}.get(dequantization, "w4a8")
+    @property
+    def record(self) -> str:
+        return {E4M3: "w4a8_fp8", E2M1: "mxfp4_fp8"}.get(self.dequantization, "w4a8")
 
+    @property
+    def out_bytes(self) -> int:
+        return 4 if self.out_dtype == "int32" else 2
 
-def tuning_facts(n: int, k: int, group_size: int, out_dtype: str, dequantization: str) -> dict[str, int | str]:
-    """What tells one tuned weight from another, besides M."""
-    chosen = AUTO if dequantization == "auto" else dequantization
-    return dict(n=n, k=k, group=group_size, out_dtype=out_dtype, dequantization=chosen)
+    def check(self, target: Target) -> None:
+        if self.experts:
+            grouped.check_request(self.n, self.k, self.experts, self.group_size, GROUPS)
+        check_choices(self.k, self.out_dtype, self.dequantization, self.pipeline)
+        fp8_problem.of(**self.params())
+        e4m3 = self.dequantization in CONVERTERS
+        if e4m3:
+            fp8_format.check_target(target)
+        if self.pipeline == "imfp" and not self.experts and not target.supports("wgmma.s8"):
+            raise ArgumentError("pipeline", self.pipeline, f"{target.arch} has no wgmma of bytes", "leave it 'auto'")
+        if e4m3 and self.pipeline in ("small_batch", "multistage") and not target.supports("mma.e4m3"):
+            constraint = f"{target.arch} emulates mma.sync of e4m3"
+            raise ArgumentError("pipeline", self.pipeline, constraint, "leave it 'auto'")
+
+    def gemm(self) -> Gemm:
+        activations_of = "e4m3" if self.dequantization in CONVERTERS else "s8"
+        sizes = (self.n, activations.padded(self.k), self.group_size, self.out_bytes)
+        return Gemm.of_bytes(*sizes, activations_of, experts=self.experts)
+
+    def params(self) -> dict[str, Any]:
+        own = dict(n=self.n, k=activations.padded(self.k), group=self.group_size, out_dtype=self.out_dtype)
+        return own | dict(dequantization=self.form, bias=self.bias and self.out_dtype != "int32")
+
+    def tuned(self) -> plans.Tuned:
+        own = dict(n=self.n, k=self.k, group=self.group_size, out_dtype=self.out_dtype, dequantization=self.form)
+        return own | ({"experts": self.experts} if self.experts else {})
+
+    def choose(self, gemm: Gemm, target: Target, m: int, device: Target | None) -> tuple[str, Any]:
+        if self.experts or self.pipeline == "auto":
+            return super().choose(gemm, target, m, device)
+        if self.pipeline == "small_batch":  # more tokens take several launches
+            return self.pipeline, small_batch.choose(gemm, target, min(m, gemm.form.small_tokens))
+        if self.pipeline == "multistage":
+            return self.pipeline, multistage.choose(gemm, target, m)
+        return "stream_k", stream_k.choose(gemm, target, m)
+
+    def build(self, program: str, schedule: Any) -> dict[str, Any]:
+        params = super().build(program, schedule)
+        return shapeless(params, self.out_bytes) if program == "stream_k" and not self.experts else params
 
 
 def tokens_per_launch(chosen: Plan, m: int) -> int:
@@ -147,16 +153,50 @@ def kernel_requests(
     launching.check_group(group_size, k, GROUPS)
     launching.check_flags(bias=bias, smooth=smooth)
     at, out = Target.parse(target), out_dtype or dtype or "float16"
-    codes = "e4m3" if dequantization in CONVERTERS else "int8"
-    group_size = 128 if dequantization == E4M3 and group_size == k and k not in GROUPS else group_size
-    recorded = tuning_facts(n, k, group_size, out, dequantization)
-    more = records.tokens(operator_of(dequantization), recorded, at) if m is None else ()
-    tokens = (*launching.tokens_of(m), *more)
-    facts = dict(group_size=group_size, dequantization=dequantization, pipeline=pipeline, bias=bias, target=at)
-    plans = [plan(t, n, k, **facts, out_dtype=out) for t in tokens]
-    made = dict(dtype=dtype, gain=smooth, norm=False, target=at, codes=codes)
-    before = [activations.plan(t, k, **made) for t in tokens if dtype]
-    return list(dict.fromkeys([*launching.requests_of(plans), *before]))
+    own = dict(group_size=_kept_group(group_size, k, dequantization), dequantization=dequantization, bias=bias)
+    facts = Facts(n, k, **own, out_dtype=out, pipeline=pipeline)
+    tokens = plans.tokens_of(facts, m, at)
+    found = plans.requests(facts, tokens, at)
+    made = dict(dtype=dtype, gain=smooth, norm=False, target=at)
+    made |= dict(codes="e4m3" if dequantization in CONVERTERS else "int8")
+    return list(dict.fromkeys([*found, *(activations.plan(t, k, **made) for t in tokens if dtype)]))
+
+
+def _kept_group(group_size: int, k: int, dequantization: str) -> int:
+    """As fp8.QuantizedWeight keeps one group."""
+    return UNIT_K if dequantization == E4M3 and group_size == k and k not in GROUPS else group_size
+
+
+def grouped_requests(
+    n: int,
+    k: int,
+    experts: int,
+    *,
+    m: int | tuple[int, ...] | None = None,
+    group_size: int = 64,
+    out_dtype: str = "float16",
+    dequantization: str = "auto",
+    bias: bool = False,
+    target: Target | str = "sm_90a",
+) -> list[KernelRequest]:
+    """The kernels that `grouped_gemm` uses for these M (None: M of every bucket). Needs no GPU.
+
+    Args:
+        n, k: of each expert's weight. experts: number of them. m: tokens of all experts together.
+        group_size: 32, 64 or 128; with "e4m3", K too; with "e2m1", 32.
+        out_dtype: "float16", "bfloat16" or "int32" (not with "e4m3" and "e2m1").
+        dequantization: see `gemm`; "e4m3" for the weights and activations of `fp8`, "e2m1" for those of `mxfp4_fp8`.
+        bias: whether one is added.
+
+    Raises:
+        ArgumentError: a value that no kernel serves, or e4m3 activations on a target without them.
+        TargetError: an unknown target.
+    """
+    grouped.check_request(n, k, experts, group_size, GROUPS)
+    launching.check_flags(bias=bias)
+    own = dict(group_size=_kept_group(group_size, k, dequantization), dequantization=dequantization, bias=bias)
+    facts, at = Facts(n, k, **own, out_dtype=out_dtype, experts=experts), Target.parse(target)
+    return plans.requests(facts, plans.tokens_of(facts, m, at), at)
 
 
 def weight_requests(
@@ -182,18 +222,18 @@ def weight_requests(
     """
     target, device = launching.targets(w.target, w.device)
     out = str(out_dtype or dtype or "torch.float16").removeprefix("torch.")
-    has_bias = w.bias is not None if bias is None else bias
-    tokens = launching.tokens_of(m)
-    plans = [_plan_for(w, t, out, has_bias, dequantization, pipeline, target, device) for t in tokens]
-    before = []
+    facts = facts_of(w, out, w.bias is not None if bias is None else bias, (dequantization, pipeline))
+    tokens, before = launching.tokens_of(m), []
     if dtype is not None:
-        facts = dict(dtype=str(dtype)[6:], gain=w.smooth is not None, norm=False, target=target, device=device)
-        facts |= dict(codes=w.ACTIVATIONS)
-        before = [activations.plan(t, w.k, **facts) for t in tokens]
-    return list(dict.fromkeys([*launching.requests_of(plans), *before]))
+        made = dict(dtype=str(dtype)[6:], gain=w.smooth is not None, norm=False, target=target, device=device)
+        before = [activations.plan(t, w.k, **made, codes=w.ACTIVATIONS) for t in tokens]
+    return plans.requests(facts, tokens, target, device, before)
 
 
-records.on_change(plan.cache_clear)
+def facts_of(w: Weight, out_dtype: str, bias: bool, choices: tuple[str, str], experts: int = 0) -> Facts:
+    """Of a packed weight; choices: dequantization and pipeline."""
+    own = dict(dequantization=dequantization_of(w, choices[0]), pipeline=choices[1])
+    return Facts(w.n, w.k, group_size=w.group_size, out_dtype=out_dtype, bias=bias, experts=experts, **own)
 
 
 def check_codes(x: QuantizedActivations, w: Weight) -> None:
@@ -211,23 +251,6 @@ def check_sums(x: QuantizedActivations, w: Weight) -> None:
     """Raise ArgumentError unless int8 activations have the sums of their rows."""
     if x.row_sums is None and w.ACTIVATIONS != "e4m3":
         raise ArgumentError("x", "no row_sums", f"must have them: {w!r} reads them", "quantize_activations(x)")
-
-
-def _plan_for(
-    w: Weight,
-    m: int,
-    out_dtype: str,
-    bias: bool,
-    dequantization: str,
-    pipeline: str,
-    target: Target,
-    device: Target,
-) -> Plan:
-    dequantization = dequantization_of(w, dequantization)
-    return plan(
-        m, w.n, w.k, group_size=w.group_size, out_dtype=out_dtype, dequantization=dequantization, bias=bias,
-        pipeline=pipeline, target=target, device=device,
-    )  # fmt: skip
 
 
 def dequantization_of(w: Weight, asked: str) -> str:

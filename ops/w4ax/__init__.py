@@ -40,12 +40,11 @@ __all__ = [
 
 if TYPE_CHECKING:
     from terrazzo.ops.w4ax.activations import QuantizedActivations
-    from terrazzo.ops.w4ax.entry import gemm, grouped_gemm, quantize_activations
+    from terrazzo.ops.w4ax.entry import GroupedWeight, gemm, grouped_gemm, quantize_activations
     from terrazzo.ops.w4ax.fmpq import ActivationStatistics, BlockPlan, fold, plan_blocks
     from terrazzo.ops.w4ax.fmpq_report import FmpqReport, report
     from terrazzo.ops.w4ax.format import PackedWeight, QuantizedWeight, pack
-    from terrazzo.ops.w4ax.grouped import GroupedWeight, grouped_requests
-    from terrazzo.ops.w4ax.op import kernel_requests, weight_requests
+    from terrazzo.ops.w4ax.op import grouped_requests, kernel_requests, weight_requests
     from terrazzo.ops.w4ax.quantizer import quantize, quantize_weight
     from terrazzo.ops.w4ax.reference import dequantize
 else:
@@ -53,12 +52,11 @@ else:
         __name__,
         {
             "activations": "QuantizedActivations",
-            "entry": "gemm grouped_gemm quantize_activations",
+            "entry": "GroupedWeight gemm grouped_gemm quantize_activations",
             "fmpq": "ActivationStatistics BlockPlan fold plan_blocks",
             "fmpq_report": "FmpqReport report",
             "format": "PackedWeight QuantizedWeight pack",
-            "grouped": "GroupedWeight grouped_requests",
-            "op": "kernel_requests weight_requests",
+            "op": "grouped_requests kernel_requests weight_requests",
             "quantizer": "quantize quantize_weight",
             "reference": "dequantize",
         },

@@ -9,7 +9,7 @@ from terrazzo.ops import dlpack, launching
 from terrazzo.ops.call.linear import Linear
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.linear.mixed.scales import OUT_DTYPES
-from terrazzo.ops.w4ax import activations, grouped, op
+from terrazzo.ops.w4ax import activations, op
 from terrazzo.ops.w4ax.activations import QuantizedActivations
 from terrazzo.ops.w4ax.format import PackedWeight
 
@@ -34,12 +34,11 @@ class Calls(Linear):
         if out_dtype not in OUT_DTYPES:
             raise ArgumentError("out_dtype", out_dtype, f"must be one of {OUT_DTYPES}", "leave out_dtype out")
 
-    def plan(self, w: PackedWeight, m: int, key: tuple, target: Target, device: Target, experts: int) -> Plan:
-        facts = dict(out_dtype=str(key[-4])[6:], bias=not key[-2], target=target)
+    def product(self, w: PackedWeight, key: tuple, experts: int) -> op.Facts:
         if experts:
             PackedWeight.alike([w])  # of a GroupedWeight that `stack` did not make
-            return grouped.plan(m, w.n, w.k, experts, w.blocks8, **facts)
-        return op.plan(m, w.n, w.k, w.blocks8, **facts, two_level=w.two_level, device=device)
+        own = dict(out_dtype=str(key[-4])[6:], bias=not key[-2], two_level=w.two_level)
+        return op.Facts(w.n, w.k, blocks8=w.blocks8, **own, experts=experts)
 
     def quantize(self, x: torch.Tensor, w: PackedWeight, alone: bool) -> QuantizedActivations:
         return activations.run(x, w, None, 0.0, None, None)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from terrazzo.lowering.errors import ArgumentError, CaptureError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import launching
+from terrazzo.ops import grouped, launching
+from terrazzo.ops.call import plans
 from terrazzo.ops.lasting import lasting
-from terrazzo.ops.launching import Plan
 from terrazzo.ops.linear.mixed import integer as integer_program
 from terrazzo.ops.linear.mixed import persistent as persistent_program
 from terrazzo.ops.linear.mixed import problem
@@ -22,65 +22,60 @@ from terrazzo.ops.w4ax import activations
 from terrazzo.ops.w4ax.activations import QuantizedActivations
 from terrazzo.ops.w4ax.fmpq import BLOCK
 from terrazzo.ops.w4ax.format import SCALES, PackedWeight, native
-from terrazzo.schedules import linear_spaces, records, spaces, stream_k
 from terrazzo.schedules import w4ax as schedules
 from terrazzo.schedules.problem import Gemm
 
 if TYPE_CHECKING:
     import torch
 
-_PROGRAMS = {
-    "small_batch": small_batch_program,
-    "stream_k": stream_k_program,
-    "integer": integer_program,
-    "persistent": persistent_program,
-}
+
+@dataclass(frozen=True, kw_only=True)
+class Facts(plans.Facts):
+    """Of mixed W4A4 and W4A8.
+
+    Attributes:
+        blocks8: INT8 blocks. out_dtype: of y. two_level: whether the weight's scales are; those of experts are.
+    """
+
+    blocks8: int
+    out_dtype: str
+    two_level: bool = False
+
+    programs: ClassVar = {
+        "small_batch": small_batch_program, "stream_k": stream_k_program, "integer": integer_program,
+        "grouped": integer_program, "persistent": persistent_program,
+    }  # fmt: skip
+    record = "w4ax"
+
+    def check(self, target: Target) -> None:
+        if self.experts:
+            check_shape(self.n, self.k, self.experts, self.blocks8)
+        if self.out_dtype not in OUT_DTYPES:
+            raise ArgumentError("out_dtype", self.out_dtype, f"must be one of {OUT_DTYPES}", "leave out_dtype out")
+        if native(target) and self.experts:  # `native` raises where no program is
+            arch = target.arch
+            constraint = f"experts of W4Ax are multiplied by warpgroup instructions, which {arch} does not have"
+            raise ArgumentError("target", arch, constraint, "call gemm for each expert, or use experts of w4a8")
+
+    def gemm(self) -> Gemm:
+        own, out_bytes = self.params(), problem.Gemm(**self.params()).out_bytes
+        return Gemm.of_blocks(self.n, own["k"], self.blocks8, out_bytes, self.two_level, experts=self.experts)
+
+    def params(self) -> dict[str, Any]:
+        own = dict(n=self.n, k=-(-self.k // BLOCK) * BLOCK, blocks8=self.blocks8, out_dtype=self.out_dtype)
+        return own | dict(bias=self.bias, two_level=self.two_level)
+
+    def tuned(self) -> plans.Tuned:
+        own = dict(n=self.n, k=self.k, blocks8=self.blocks8, out_dtype=self.out_dtype)
+        own |= {"scales": "two_level"} if self.two_level else {}
+        return own | ({"experts": self.experts} if self.experts else {})
 
 
-@lru_cache(maxsize=1024)
-def plan(
-    m: int,
-    n: int,
-    k: int,
-    blocks8: int,
-    *,
-    out_dtype: str,
-    bias: bool,
-    two_level: bool = False,
-    target: Target,
-    device: Target | None = None,
-) -> Plan:
-    """Kernel and launch sizes for M = m >= 1. `device` is the GPU that runs it where that is newer than `target`."""
-    if out_dtype not in OUT_DTYPES:
-        raise ArgumentError("out_dtype", out_dtype, f"must be one of {OUT_DTYPES}", "leave out_dtype out")
-    native(target)  # raises where no program is
-    depth = -(-k // BLOCK) * BLOCK
-    common = dict(n=n, k=depth, blocks8=blocks8, out_dtype=out_dtype, bias=bias, two_level=two_level)
-    gemm = Gemm.of_blocks(n, depth, blocks8, problem.Gemm(**common).out_bytes, two_level)
-    facts = tuning_facts(n, k, blocks8, out_dtype, two_level)
-    name, schedule = spaces.choose(linear_spaces.of(gemm), "w4ax", facts, target, m, device)
-    program = _PROGRAMS[name]
-    request = KernelRequest(
-        f"w4ax.{name}",
-        f"{program.__name__}:build",
-        tuple((common | schedule.params()).items()),
-        target,
-        program.PASS_CONFIGS,
-        launching.ptx_flags(target, device),
-    )
-    if name == "persistent":
-        slots = schedule.ctas * (device or target).sms  # a CTA leaves at most one sum
-        return Plan(request, (slots, schedule.sums // 4, schedule.warps * 32, 4), (slots,), (), listed=schedule)
-    if name == "small_batch":
-        return Plan(request, *schedule.workspace(gemm.row_blocks * 64), ())
-    part = stream_k.partition(schedule, gemm, device or target, m)
-    return Plan(request, *schedule.workspace(part.grid), (part.shared,))
-
-
-def tuning_facts(n: int, k: int, blocks8: int, out_dtype: str, two_level: bool) -> dict[str, int | str]:
-    """What tells one tuned weight from another, besides M."""
-    facts = dict(n=n, k=k, blocks8=blocks8, out_dtype=out_dtype)
-    return facts | ({"scales": "two_level"} if two_level else {})
+def check_shape(n: int, k: int, experts: int, blocks8: int) -> None:
+    """Raise ArgumentError for sizes that no experts have."""
+    grouped.check_request(n, k, experts, BLOCK, (BLOCK,))
+    if type(blocks8) is not int or not 0 <= blocks8 <= -(-k // BLOCK):
+        raise ArgumentError("blocks8", blocks8, f"must be 0..{-(-k // BLOCK)}", "count blocks of 128")
 
 
 def kernel_requests(
@@ -125,15 +120,59 @@ def kernel_requests(
     if group_size != BLOCK:
         raise ArgumentError("group_size", group_size, f"must be {BLOCK}, the block", "leave it out")
     launching.check_flags(bias=bias, permuted=permuted, norm=norm)
-    at, tokens = Target.parse(target), launching.tokens_of(m)
+    at = Target.parse(target)
+    launching.tokens_of(m)
     high = round(0.25 * -(-k // BLOCK)) if blocks8 is None else blocks8
     out, two_level = out_dtype or dtype or "float16", (scales or granularity) == "two_level"
     _check_granularity(granularity, two_level, native(at), "granularity")
-    tokens += tuple(records.tokens("w4ax", tuning_facts(n, k, high, out, two_level), at)) if m is None else ()
-    plans = [plan(t, n, k, high, out_dtype=out, bias=bias, two_level=two_level, target=at) for t in tokens]
+    product = Facts(n, k, blocks8=high, out_dtype=out, bias=bias, two_level=two_level)
+    tokens = plans.tokens_of(product, m, at)
+    found = plans.requests(product, tokens, at)
     facts = dict(permuted=permuted, norm=norm, granularity=granularity, wide=not native(at), front=front, target=at)
     before = [activations.plan(t, k, high, dtype=dtype, **facts) for t in tokens if dtype]
-    return list(dict.fromkeys([*launching.requests_of(plans), *before]))
+    return list(dict.fromkeys([*found, *before]))
+
+
+def grouped_requests(
+    n: int,
+    k: int,
+    experts: int,
+    *,
+    m: int | tuple[int, ...] | None = None,
+    blocks8: int | None = None,
+    dtype: str | None = None,
+    out_dtype: str | None = None,
+    bias: bool = False,
+    permuted: bool = True,
+    norm: bool = False,
+    front: str = "none",
+    target: Target | str = "sm_90a",
+) -> list[KernelRequest]:
+    """The kernels that `grouped_gemm` uses for these M (None: M of every bucket). Needs no GPU.
+
+    Args:
+        n, k: of each expert's weight. experts: number of them. m: tokens of all experts together.
+        blocks8: INT8 blocks; None takes a quarter of them.
+        dtype: of activations that are quantized, "float16" or "bfloat16"; None leaves their kernel out.
+        out_dtype: "float16", "bfloat16" or "float32"; None takes dtype, or "float16".
+        bias: whether one is added. permuted, norm, front: see `kernel_requests`.
+
+    Raises:
+        ArgumentError: a value that no kernel serves, or a target without warpgroup instructions.
+        TargetError: an unknown target.
+    """
+    high = round(0.25 * -(-k // BLOCK)) if blocks8 is None and type(k) is int else blocks8
+    check_shape(n, k, experts, high)
+    launching.check_flags(bias=bias, permuted=permuted, norm=norm)
+    if dtype not in (None, *activations.DTYPES):
+        raise ArgumentError("dtype", dtype, f"must be one of {activations.DTYPES}", "cast the activations")
+    out, at = out_dtype or dtype or "float16", Target.parse(target)
+    product = Facts(n, k, blocks8=high, out_dtype=out, bias=bias, two_level=True, experts=experts)
+    tokens = plans.tokens_of(product, m, at)
+    found = plans.requests(product, tokens, at)
+    activations.check_front(front, k)
+    facts = dict(permuted=permuted, norm=norm, granularity="two_level", wide=True, front=front, target=at)
+    return list(dict.fromkeys([*found, *(activations.plan(t, k, high, dtype=dtype, **facts) for t in tokens if dtype)]))
 
 
 def weight_requests(
@@ -163,17 +202,15 @@ def weight_requests(
     out = str(out_dtype or dtype or "torch.float16").removeprefix("torch.")
     has_bias = w.bias is not None if bias is None else bias
     tokens, at = launching.tokens_of(m), dict(target=target, device=device)
-    form = dict(out_dtype=out, bias=has_bias, two_level=w.two_level)
-    plans = [plan(t, w.n, w.k, w.blocks8, **form, **at) for t in tokens]
+    product = Facts(w.n, w.k, blocks8=w.blocks8, out_dtype=out, bias=has_bias, two_level=w.two_level)
     before, granularity = [], granularity or activations.default_granularity(w)
     if dtype is not None:
         activations.check_front(front, w.k)
         facts = dict(permuted=bool(w.order), norm=norm, granularity=granularity, wide=not w.native, front=front)
         before = [activations.plan(t, w.k, w.blocks8, dtype=str(dtype)[6:], **facts, **at) for t in tokens]
-    return list(dict.fromkeys([*launching.requests_of(plans), *before]))
+    return plans.requests(product, tokens, target, device, before)
 
 
-records.on_change(plan.cache_clear)
 _lists: dict[tuple, tuple[torch.Tensor, ...]] = {}
 
 

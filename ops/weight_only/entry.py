@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING
 from terrazzo.ops.call.linear import Linear
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.products.table import of_codes
-from terrazzo.ops.weight_only import grouped, op
-from terrazzo.ops.weight_only.packed import WeightOnly, facts_of
+from terrazzo.ops.weight_only import op
+from terrazzo.ops.weight_only.packed import WeightOnly
 
 if TYPE_CHECKING:
     import torch
-    from terrazzo.lowering.targets import Target
     from terrazzo.ops.dlpack import Array, SupportsDLPack
-    from terrazzo.ops.launching import Plan
 
 
 class Calls(Linear):
@@ -31,12 +29,9 @@ class Calls(Linear):
     def check_choices(self, w: WeightOnly, out_dtype: str, numerics: str) -> None:
         op.check_numerics(numerics, w.weight)
 
-    def plan(self, w: WeightOnly, m: int, key: tuple, target: Target, device: Target, experts: int) -> Plan:
+    def product(self, w: WeightOnly, key: tuple, experts: int) -> op.Facts:
         _, _, dtype, numerics, no_bias, _ = key[-6:]
-        facts = facts_of(w) | dict(dtype=str(dtype)[6:], bias=not no_bias, numerics=numerics)
-        if experts:
-            return grouped.plan(m, w.n, w.k, experts, **facts, target=target, device=device)
-        return op.plan(m, w.n, w.k, **facts, target=target, device=device)
+        return op.facts_of(w, str(dtype)[6:], numerics, not no_bias, experts)
 
     def node(
         self, x: torch.Tensor, w: WeightOnly, bias: torch.Tensor | None, out_dtype: torch.dtype, numerics: str

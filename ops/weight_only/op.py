@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import lru_cache
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import launching
-from terrazzo.ops.launching import Plan, ptx_flags, requests_of, tokens_of
+from terrazzo.ops import grouped, launching
+from terrazzo.ops.call import plans
+from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.linear import multistage as multistage_program
 from terrazzo.ops.linear import small_batch as small_batch_program
 from terrazzo.ops.linear import stream_k as stream_k_program
@@ -21,8 +20,8 @@ from terrazzo.ops.linear.sizes import shapeless
 from terrazzo.ops.products.codes import get_codes
 from terrazzo.ops.products.table import of_codes
 from terrazzo.ops.products.ways import choose_way, numerics_of
-from terrazzo.ops.weight_only.packed import WeightOnly, facts_of
-from terrazzo.schedules import linear_spaces, multistage, records, spaces, stream_k
+from terrazzo.ops.weight_only.packed import WeightOnly
+from terrazzo.schedules import linear_spaces, stream_k
 from terrazzo.schedules.problem import Gemm
 
 if TYPE_CHECKING:
@@ -40,58 +39,96 @@ def has_shape(weight: str, schedule: stream_k.StreamK) -> bool:
     return shaped is None or schedule.block_tokens <= _SHAPED or schedule.warpgroups in shaped
 
 
-@lru_cache(maxsize=1024)
-def plan(
-    m: int,
-    n: int,
-    k: int,
-    *,
-    group_size: int,
-    symmetric: bool,
-    scale_dtype: str,
-    dtype: str,
-    bias: bool,
-    numerics: str,
-    target: Target,
-    device: Target | None = None,
-    weight: str = "u4",
-) -> Plan:
-    """Kernel and launch sizes for M = m >= 1. `device` is the GPU that runs it where that is newer than `target`."""
-    form = get_codes(weight)
-    group = group_of(group_size, k, weight)
-    k8 = -(-k // 8) * 8  # x rows must be multiples of 16 bytes
-    common = dict(n=n, k=k8, group=group, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype, bias=bias)
-    common |= {"weight": weight} if of_codes(form).named else {}
-    chosen_numerics = lambda few: choose_way(form, scale_dtype, dtype, few).name if numerics == "auto" else numerics
-    operand = Operand(group, symmetric, scale_dtype, dtype, chosen_numerics(False), weight)
-    problem = problem_of(operand, n, k8)
-    runs_on = device or target
-    flags = ptx_flags(target, device)
+@dataclass(frozen=True, kw_only=True)
+class Facts(plans.Facts):
+    """Of a weight for 16-bit activations.
 
-    def request(program: ModuleType, schedule: Any, numerics: str) -> KernelRequest:
-        Operand(group, symmetric, scale_dtype, dtype, numerics, weight)  # raises where these do not go together
-        params = common | schedule.params() | {"numerics": numerics}
-        if program is stream_k_program and not has_shape(weight, schedule):
-            params = shapeless(params)
-        name = f"{of_codes(form).record}.{program.__name__.rpartition('.')[2]}"
-        entry = f"{program.__name__}:build"
-        return KernelRequest(name, entry, tuple(params.items()), target, program.PASS_CONFIGS, flags)
+    Attributes:
+        group_size: k of a scale, or k for one group. symmetric: without zero points. scale_dtype: of scales.
+        dtype: of activations and output. numerics: see `gemm`. weight: name of the format.
+    """
 
-    space = linear_spaces.of(problem)
-    if numerics == "auto":
-        facts = tuning_facts(n, k, group_size, symmetric, scale_dtype, dtype, weight)
-        program, s = spaces.choose(space, of_codes(form).record, facts, target, m, device)
-    else:
-        program, s = space.heuristic(target, m)
-    if program == "small_batch":
-        chosen = request(small_batch_program, s, chosen_numerics(True))
-        return Plan(chosen, *s.workspace(problem.row_blocks * 64), (), stand_in(chosen))
-    if program == "stream_k":
-        part = stream_k.partition(s, problem, runs_on, m)
-        own = request(stream_k_program, s, operand.numerics)
-        workspace = (part.grid, s.cta_blocks, s.block_tokens // 8, 128, 4)
-        return Plan(own, workspace, (part.grid, s.flags), (part.shared,), stand_in(own))
-    return Plan(request(multistage_program, s, operand.numerics), *multistage.launch_sizes(s, problem, m), ())
+    group_size: int
+    symmetric: bool
+    scale_dtype: str
+    dtype: str
+    numerics: str = "auto"
+    weight: str = "u4"
+
+    programs: ClassVar = {
+        "small_batch": small_batch_program,
+        "stream_k": stream_k_program,
+        "grouped": stream_k_program,
+        "multistage": multistage_program,
+    }
+
+    @property
+    def record(self) -> str:
+        return of_codes(self.weight).record
+
+    @property
+    def group(self) -> int:
+        """What programs call a group: 0 where one scale serves the whole row."""
+        return 0 if self.group_size >= self.k and get_codes(self.weight).one_group else self.group_size
+
+    def operand(self, few: bool = False) -> Operand:
+        """What programs are made for. few: those of small batches."""
+        way = self.numerics
+        if way == "auto":
+            way = choose_way(get_codes(self.weight), self.scale_dtype, self.dtype, few).name
+        return Operand(self.group, self.symmetric, self.scale_dtype, self.dtype, way, self.weight)
+
+    def check(self, target: Target) -> None:
+        if self.experts:
+            check_request(self)
+
+    def gemm(self) -> Gemm:
+        return problem_of(self.operand(), self.n, self.columns, self.experts)
+
+    @property
+    def columns(self) -> int:
+        """Of x: rows are multiples of 16 bytes."""
+        return -(-self.k // 8) * 8
+
+    def params(self) -> dict[str, Any]:
+        own = dict(n=self.n, k=self.columns, group=self.group, symmetric=self.symmetric, scale_dtype=self.scale_dtype)
+        own |= dict(dtype=self.dtype, bias=self.bias)
+        return own | ({"weight": self.weight} if of_codes(self.weight).named else {})
+
+    def tuned(self) -> plans.Tuned:
+        own = dict(n=self.n, k=self.k, group=self.group, symmetric=self.symmetric, scale_dtype=self.scale_dtype)
+        own["dtype"] = self.dtype
+        return own | (dict(experts=self.experts, numerics=self.operand().numerics) if self.experts else {})
+
+    def choose(self, gemm: Gemm, target: Target, m: int, device: Target | None) -> tuple[str, Any]:
+        if self.experts or self.numerics == "auto":
+            return super().choose(gemm, target, m, device)
+        return linear_spaces.of(gemm).heuristic(target, m)
+
+    def build(self, program: str, schedule: Any) -> dict[str, Any]:
+        params = self.params() | schedule.params() | {"numerics": self.operand(program == "small_batch").numerics}
+        if self.experts:
+            return params | {"experts": self.experts}
+        return shapeless(params) if program == "stream_k" and not has_shape(self.weight, schedule) else params
+
+    def stand_in(self, request: KernelRequest) -> KernelRequest | None:
+        return stand_in(request)
+
+
+def facts_of(w: WeightOnly, dtype: str, numerics: str, bias: bool, experts: int = 0) -> Facts:
+    """Of a packed weight."""
+    own = dict(group_size=w.group_size, symmetric=w.symmetric, scale_dtype=w.scale_dtype, weight=w.weight)
+    return Facts(w.n, w.k, **own, dtype=dtype, numerics=numerics, bias=bias, experts=experts)
+
+
+def check_request(facts: Facts) -> None:
+    """Raise ArgumentError for what no weight is, and for experts that no kernel has."""
+    launching.check_shape(facts.n, facts.k)
+    if facts.experts != 0 or type(facts.experts) is not int:
+        grouped.check_experts(facts.experts)
+    check_group(facts.group_size, facts.k, facts.weight)
+    launching.check_flags(symmetric=facts.symmetric, bias=facts.bias)
+    check_numerics(facts.numerics, facts.weight)
 
 
 def stand_in(request: KernelRequest) -> KernelRequest | None:
@@ -105,25 +142,12 @@ def stand_in(request: KernelRequest) -> KernelRequest | None:
     return program and replace(request, params=tuple(any_of[program](params).items()))
 
 
-def group_of(group_size: int, k: int, weight: str) -> int:
-    """What programs call a group: 0 where one scale serves the whole row."""
-    return 0 if group_size >= k and get_codes(weight).one_group else group_size
-
-
 def problem_of(operand: Operand, n: int, k: int, experts: int = 0) -> Gemm:
     """What schedules know of a product."""
     return Gemm(
         n, k, operand.records_per(128), operand.group_bytes, bits=operand.format.bits, weight=operand.weight,
         scales="post" if operand.scales_sums else "fold", symmetric=operand.symmetric, experts=experts,
     )  # fmt: skip
-
-
-def tuning_facts(
-    n: int, k: int, group_size: int, symmetric: bool, scale_dtype: str, dtype: str, weight: str = "u4"
-) -> dict[str, int | str | bool]:
-    """What tells one tuned weight from another, besides M."""
-    group = group_of(group_size, k, weight)
-    return dict(n=n, k=k, group=group, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype)
 
 
 def kernel_requests(
@@ -151,17 +175,45 @@ def kernel_requests(
     Raises:
         ArgumentError: a value that no kernel serves. TargetError: an unknown target.
     """
-    launching.check_shape(n, k)
-    check_group(group_size, k, weight)
-    launching.check_flags(symmetric=symmetric, bias=bias)
-    check_numerics(numerics, weight)
-    facts = dict(group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype)
-    at = Target.parse(target)
-    recorded = tuning_facts(n, k, **facts, weight=weight)
-    operator = of_codes(get_codes(weight)).record
-    tokens = (*tokens_of(m), *(records.tokens(operator, recorded, at) if m is None else ()))
-    facts |= dict(bias=bias, numerics=numerics, target=at, weight=weight)
-    return requests_of(plan(t, n, k, **facts) for t in tokens)
+    own = dict(group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype, weight=weight)
+    facts, at = Facts(n, k, **own, numerics=numerics, bias=bias), Target.parse(target)
+    check_request(facts)
+    return plans.requests(facts, plans.tokens_of(facts, m, at), at)
+
+
+def grouped_requests(
+    n: int,
+    k: int,
+    experts: int,
+    *,
+    group_size: int,
+    symmetric: bool,
+    scale_dtype: str,
+    m: int | tuple[int, ...] | None = None,
+    dtype: str = "float16",
+    numerics: str = "auto",
+    bias: bool = False,
+    target: Target | str = "sm_90a",
+    weight: str = "u4",
+) -> list[KernelRequest]:
+    """The kernels that `grouped_gemm` uses for these M (None: M of every bucket). Needs no GPU.
+
+    Args:
+        n, k: of each expert's weight. experts: number of them.
+        group_size: of the format's, or k for one group. scale_dtype: of scales. symmetric: without zero points.
+        m: tokens of all experts together.
+        dtype: of activations and output, "float16" or "bfloat16".
+        numerics: see `grouped_gemm`. bias: whether one is added. weight: name of the format.
+
+    Raises:
+        ArgumentError: a value that no kernel serves.
+        TargetError: an unknown target.
+    """
+    own = dict(group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype, weight=weight)
+    facts, at = Facts(n, k, **own, numerics=numerics, bias=bias, experts=experts), Target.parse(target)
+    grouped.check_experts(experts)
+    check_request(facts)
+    return plans.requests(facts, plans.tokens_of(facts, m, at), at)
 
 
 def weight_requests(
@@ -179,17 +231,28 @@ def weight_requests(
         TargetError: w was packed for another GPU.
     """
     check_numerics(numerics, w.weight)
-    at = launching.targets(w.target, w.device)
-    has_bias = w.bias is not None if bias is None else bias
-    return requests_of(_plan_for(w, t, str(dtype)[6:], has_bias, numerics, *at) for t in tokens_of(m))
+    target, device = launching.targets(w.target, w.device)
+    facts = facts_of(w, str(dtype)[6:], numerics, w.bias is not None if bias is None else bias)
+    return plans.requests(facts, launching.tokens_of(m), target, device)
 
 
-records.on_change(plan.cache_clear)
+def experts_requests(
+    w: GroupedWeight, m: int | tuple[int, ...], dtype: str, numerics: str = "auto", bias: bool | None = None
+) -> list[KernelRequest]:
+    """The kernels that `grouped_gemm` will use for `w` and these M on the current GPU, to compile them up front.
 
+    Args:
+        m: tokens of all experts together. dtype: of x, "float16" or "bfloat16". numerics: see `grouped_gemm`.
+        bias: whether one is added; None: w's own.
 
-def _plan_for(w: WeightOnly, m: int, dtype: str, bias: bool, numerics: str, target: Target, device: Target) -> Plan:
-    more = dict(dtype=dtype, bias=bias, numerics=numerics, target=target, device=device)
-    return plan(m, w.n, w.k, **facts_of(w), **more)
+    Raises:
+        ArgumentError: w on no GPU, or m, dtype or numerics that no kernel serves.
+        TargetError: w was packed for another GPU.
+    """
+    s = w.stacked
+    target, device = launching.targets(s.target, w.device)
+    facts = facts_of(s, dtype, numerics, s.bias is not None if bias is None else bias, len(w))
+    return plans.requests(facts, launching.tokens_of(m), target, device)
 
 
 def check_numerics(numerics: str, weight: str = "u4") -> None:

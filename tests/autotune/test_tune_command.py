@@ -17,7 +17,8 @@ from terrazzo.autotune.runner import Runner
 from terrazzo.cli import main
 from terrazzo.lowering.errors import ArgumentError, CaptureError, ToolchainError
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.w4a16 import op as w4a16
+from terrazzo.ops.call import plans
+from terrazzo.ops.weight_only import op as weight_only
 from terrazzo.schedules import records
 
 H200 = Target.parse("nvidia/nvidia-h200")
@@ -275,8 +276,8 @@ def first_use_job(job, database, problem, target):
 
 
 def plan(m: int) -> dict:
-    facts = dict(group_size=128, symmetric=False, scale_dtype="float16", dtype="float16", bias=False, numerics="auto")
-    return dict(w4a16.plan(m, 512, 2048, **facts, target=H200).request.params)
+    facts = dict(group_size=128, symmetric=False, scale_dtype="float16", dtype="float16")
+    return dict(plans.plan(m, weight_only.Facts(512, 2048, **facts), H200).request.params)
 
 
 def test_first_use_tunes_each_bucket_once(tmp_path, monkeypatch):

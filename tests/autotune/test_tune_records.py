@@ -19,13 +19,11 @@ from terrazzo.ops.attention import requests
 from terrazzo.ops.attention.cache.layout import CacheLayout
 from terrazzo.ops.attention.decoding import op as attention
 from terrazzo.ops.attention.prefilling import prefill_op
-from terrazzo.ops.w4a8 import grouped as grouped8
+from terrazzo.ops.call import plans
 from terrazzo.ops.w4a8 import op as w4a8
-from terrazzo.ops.w4a8.w8a8 import grouped as grouped_bytes
-from terrazzo.ops.w4a16 import grouped as grouped16
-from terrazzo.ops.w4a16 import op as w4a16
-from terrazzo.ops.w4ax import grouped as grouped_ax
+from terrazzo.ops.w4a8.w8a8 import op as w8a8
 from terrazzo.ops.w4ax import op as w4ax
+from terrazzo.ops.weight_only import op as weight_only
 from terrazzo.schedules import linear_spaces, records
 from terrazzo.schedules.problem import Gemm
 
@@ -34,11 +32,11 @@ SHIPPED = Path(records.__file__).parent / "tuned"
 H200, H100 = Target.parse("nvidia/nvidia-h200"), Target.parse("nvidia/nvidia-h100")
 A100 = Target.parse("nvidia/nvidia-a100")
 HERE = Machine("sm_90a", H200.name, 132, "1", "13.0", "2", "0.1.15", "0.1.0", "abc")
-FACTS = w4a16.tuning_facts(6144, 4096, 128, False, "float16", "float16")
+PLAN = weight_only.Facts(6144, 4096, group_size=128, symmetric=False, scale_dtype="float16", dtype="float16")
+FACTS = PLAN.tuned()
 FAST = dict(token_tiles=1, kc=2, nc=60, warps=8, chunk=2, stages=2, cluster=1)
 SLOW = dict(FAST, warps=16)
 ROW = dict(op="w4a16", facts=FACTS, m=8, program="small_batch", schedule=FAST, us=5.0)
-PLAN = dict(group_size=128, symmetric=False, scale_dtype="float16", dtype="float16", bias=False, numerics="auto")
 
 
 def trial(params=FAST, us=5.0, m=8, uid="1", **changes) -> Trial:
@@ -166,7 +164,7 @@ TILE = dict(block_tokens=64, warpgroups=2, row_blocks=1, stages=4, stage_k=64, r
 def test_schedules_of_no_size_do_not_fit(name):
     space, heuristic = (
         get_operator("w4a16").space(Problem.of("w4a16", FACTS, 64)),
-        w4a16.plan(64, 6144, 4096, **PLAN, target=H200),
+        plans.plan(64, PLAN, H200),
     )
     assert not space.revive("stream_k", TILE, H200, 64)[1]
     for value in (0, -1):
@@ -175,7 +173,7 @@ def test_schedules_of_no_size_do_not_fit(name):
         records.use(
             table([dict(op="w4a16", facts=FACTS, m=64, program="stream_k", schedule=TILE | {name: value}, us=1.0)])
         )
-        assert w4a16.plan(64, 6144, 4096, **PLAN, target=H200).request == heuristic.request
+        assert plans.plan(64, PLAN, H200).request == heuristic.request
         records.clear()
 
 
@@ -190,7 +188,7 @@ def test_damaged_schedules_serve_no_neighbours():
 
 
 def schedule_of(m: int, target: Target = H200, **changes) -> dict:
-    params = dict(w4a16.plan(m, 6144, 4096, **(PLAN | changes), target=target).request.params)
+    params = dict(plans.plan(m, dataclasses.replace(PLAN, **changes), target).request.params)
     return {name: params.get(name) for name in FAST}
 
 
@@ -310,21 +308,21 @@ def test_a_record_with_a_tile_that_no_program_has_leaves_the_choice_to_the_heuri
 
 def test_every_m_includes_the_records_kernels():
     facts = dict(group_size=128, symmetric=False, scale_dtype="float16")
-    before = w4a16.kernel_requests(6144, 4096, **facts, target=H200)
+    before = weight_only.kernel_requests(6144, 4096, **facts, target=H200)
     row = dict(op="w4a16", facts=FACTS, m=5, program="small_batch", schedule=FAST, us=5.0)
     records.use(table([row]))
-    after = w4a16.kernel_requests(6144, 4096, **facts, target=H200)
-    assert set(after) - set(before) == {w4a16.plan(5, 6144, 4096, **PLAN, target=H200).request}
+    after = weight_only.kernel_requests(6144, 4096, **facts, target=H200)
+    assert set(after) - set(before) == {plans.plan(5, PLAN, H200).request}
 
 
 def test_w4a8_asks_too():
-    facts = w4a8.tuning_facts(6144, 4096, 64, "float16", "auto")
+    product = w4a8.Facts(6144, 4096, group_size=64, out_dtype="float16", dequantization="auto")
+    facts = product.tuned()
     schedule = dict(block_tokens=64, warpgroups=3, row_blocks=1, stages=5, raster=8)
     records.use(table([dict(op="w4a8", facts=facts, m=64, program="stream_k", schedule=schedule, us=5.0)]))
-    own = dict(group_size=64, out_dtype="float16", dequantization="auto", bias=False, target=H200)
-    found = dict(w4a8.plan(64, 6144, 4096, **own, pipeline="auto").request.params)
+    found = dict(plans.plan(64, product, H200).request.params)
     assert {name: found[name] for name in schedule} == schedule
-    other = dict(w4a8.plan(64, 6144, 4096, **own, pipeline="imfp").request.params)
+    other = dict(plans.plan(64, dataclasses.replace(product, pipeline="imfp"), H200).request.params)
     assert other["warpgroups"] != 3 or other["stages"] != 5
 
 
@@ -345,10 +343,24 @@ OTHERS = {
 }
 
 
+def product_of(op: str, facts: dict) -> plans.Facts:
+    """What a linear operator plans for the facts of its records."""
+    sizes, own = (facts["n"], facts["k"]), dict(experts=facts.get("experts", 0))
+    if op.startswith("w4a16"):
+        own |= {name: facts[name] for name in ("symmetric", "scale_dtype", "dtype")}
+        return weight_only.Facts(*sizes, **own, group_size=facts["group"], bias="experts" in facts)
+    own["out_dtype"] = facts["out_dtype"]
+    if op.startswith("w4ax"):
+        own |= dict(blocks8=facts["blocks8"], two_level=facts["scales"] == "two_level")
+        return w4ax.Facts(*sizes, **own, bias="experts" not in facts)
+    if op.startswith("w8a8"):
+        return w8a8.Facts(*sizes, **own, numerics=facts["dequantization"])
+    return w4a8.Facts(*sizes, **own, group_size=facts["group"], dequantization=facts["dequantization"])
+
+
 def asked(op: str, m: int, target: Target = H200, **changes) -> dict:
     """The schedule that the operator itself takes, through its own plan."""
     facts = dict(jobs.Job(ops=(op,), **OTHERS[op]).problems()[0].facts) | changes
-    n, k = facts.get("n"), facts.get("k")
     if op == "attention":
         layout = CacheLayout(facts["k_format"], facts["v_format"], facts["head_dim"])
         own = dict(dtype="float16", page=facts["page"], residual=facts["residual"], sinks=False)
@@ -358,28 +370,8 @@ def asked(op: str, m: int, target: Target = H200, **changes) -> dict:
         layout = CacheLayout(facts["k_format"], facts["v_format"], facts["head_dim"])
         own = dict(dtype="float16", page=facts["page"], residual=facts["residual"], fresh=facts["fresh"], sinks=False)
         made = prefill_op.plan(layout, **own, softcap=changes.get("softcap", False), target=target)
-    elif op == "w4ax":
-        own = dict(out_dtype=facts["out_dtype"], bias=True, two_level=facts["scales"] == "two_level")
-        made = w4ax.plan(m, n, k, facts["blocks8"], **own, target=target)
-    elif op == "w4a16_grouped":
-        own = {name: facts[name] for name in ("symmetric", "scale_dtype", "dtype")}
-        experts, auto = facts["experts"], dict(bias=True, numerics="auto", target=target)
-        made = grouped16.plan(m, n, k, experts, group_size=facts["group"], **own, **auto)
-    elif op == "w4ax_grouped":
-        own = dict(out_dtype=facts["out_dtype"], bias=False, target=target)
-        made = grouped_ax.plan(m, n, k, facts["experts"], facts["blocks8"], **own)
-    elif op in ("w8a8_grouped", "w8a8_fp8_grouped"):
-        own = dict(numerics=facts["dequantization"], out_dtype=facts["out_dtype"], bias=False, target=target)
-        made = grouped_bytes.plan(m, n, k, facts["experts"], **own)
-    elif op in ("w4a8_grouped", "w4a8_fp8_grouped"):
-        own = dict(group_size=facts["group"], out_dtype=facts["out_dtype"], dequantization=facts["dequantization"])
-        made = grouped8.plan(m, n, k, facts["experts"], **own, bias=False, target=target)
-    elif op in ("w4a8", "w4a8_fp8", "mxfp4_fp8"):
-        own = dict(group_size=facts["group"], out_dtype=facts["out_dtype"], dequantization=facts["dequantization"])
-        own |= dict(bias=False, pipeline="auto")
-        made = w4a8.plan(m, n, k, **own, target=target)
     else:
-        made = w4a16.plan(m, n, k, **PLAN, target=target)
+        made = plans.plan(m, product_of(op, facts), target)
     return dict(made.request.params)
 
 

@@ -13,8 +13,9 @@ from terrazzo.lowering.targets import Target
 from terrazzo.ops import w4a8, w4a16
 from terrazzo.ops.attention import decode
 from terrazzo.ops.attention.decoding import codes
-from terrazzo.ops.w4a8 import grouped as w4a8_grouped
-from terrazzo.ops.weight_only import grouped as weight_only_grouped
+from terrazzo.ops.call import plans
+from terrazzo.ops.w4a8 import op as w4a8_op
+from terrazzo.ops.weight_only import op as weight_only_op
 from test_attention_codes_gpu import Coded
 
 DEVICE = "cuda"
@@ -45,10 +46,10 @@ class Experts:
     def requests(self) -> list:
         s, case = self.case.spec, self.case
         if s.op == "w4a16":
-            return weight_only_grouped.weight_requests(self.build()[1], (self.m,), case.out, case.option)
+            return weight_only_op.experts_requests(self.build()[1], (self.m,), case.out, case.option)
         facts = dict(group_size=s.group, bias=s.bias and case.out != "int32", out_dtype=case.out)
-        facts |= dict(dequantization=case.option, target=Target.parse("sm_80"), device=Target.detect())
-        return [w4a8_grouped.plan(self.m, s.n, s.k, len(self.counts), **facts).request]
+        product = w4a8_op.Facts(s.n, s.k, **facts, dequantization=case.option, experts=len(self.counts))
+        return [plans.plan(self.m, product, Target.parse("sm_80"), Target.detect()).request]
 
 
 def run_experts(case: Experts) -> None:

@@ -14,7 +14,7 @@ from terrazzo.lowering.targets import Target
 from terrazzo.ops import w8a16
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.w4a16 import reference
-from terrazzo.ops.weight_only import grouped
+from terrazzo.ops.weight_only import op
 
 BF16, F32 = "bfloat16", "float32"
 SPECS = (
@@ -49,7 +49,7 @@ class Experts:
 
     def requests(self) -> list:
         if TARGET is not None:
-            return grouped.weight_requests(self.made()[1], self.m, BF16)
+            return op.experts_requests(self.made()[1], self.m, BF16)
         spec = self.spec
         facts = dict(group_size=64 if spec.group > 0 else spec.k, symmetric=spec.symmetric, m=self.m)
         return w8a16.grouped_requests(spec.n, spec.k, 4, scale_dtype=BF16, dtype=BF16, target=Target.detect(), **facts)

@@ -17,11 +17,12 @@ from oracles import TARGET, guarded
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching, moe, mxfp4_fp8, w4a8, w4a16
+from terrazzo.ops.call import plans
 from terrazzo.ops.w4a8 import activations, fp8, fp8_reference
-from terrazzo.ops.w4a8 import grouped as w4a8_grouped
+from terrazzo.ops.w4a8 import op as w4a8_op
 from terrazzo.ops.w4a8 import reference as w4a8_reference
 from terrazzo.ops.w4a16 import reference as w4a16_reference
-from terrazzo.ops.weight_only import grouped as weight_only_grouped
+from terrazzo.ops.weight_only import op as weight_only_op
 
 pytestmark = pytest.mark.usefixtures("hopper", "nothing_compiles")
 DEVICE = "cuda"
@@ -161,13 +162,13 @@ class Case:
             facts |= dict(out_dtype=self.out, dequantization=option)
             if TARGET:
                 del facts["m"]
-                more = dict(target=Target.parse(TARGET), device=Target.detect())
-                own = [w4a8_grouped.plan(m, s.n, s.k, s.experts, **facts, **more).request for m in rows]
+                product = w4a8_op.Facts(s.n, s.k, **facts, experts=s.experts)
+                own = [plans.plan(m, product, Target.parse(TARGET), Target.detect()).request for m in rows]
             else:
                 own = w4a8.grouped_requests(s.n, s.k, s.experts, **facts, target=Target.detect())
             return [*own, *(quantizer(m, s.k, self.dtype, codes) for m in rows)]
         if TARGET:
-            return weight_only_grouped.weight_requests(s.build()[1], tuple(rows), self.out, self.option)
+            return weight_only_op.experts_requests(s.build()[1], tuple(rows), self.out, self.option)
         return w4a16.grouped_requests(
             s.n, s.k, s.experts, symmetric=s.symmetric, scale_dtype=s.scale, dtype=self.out, numerics=self.option,
             target=Target.detect(), **facts,

@@ -9,7 +9,6 @@ from oracles import guarded
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.ops import fp8, mxfp4, nvfp4
 from terrazzo.ops.grouped import GroupedWeight
-from terrazzo.ops.weight_only import grouped as grouped_op
 from terrazzo.ops.weight_only import op, reference
 from terrazzo.ops.weight_only.format import QuantizedWeight
 
@@ -71,7 +70,7 @@ class Case:
         w = self.made("exact").pack(target=self.target)
         if not self.experts:
             return op.weight_requests(w, self.ms, getattr(torch, self.dtype))
-        return grouped_op.weight_requests(GroupedWeight.stack([w] * self.experts), self.ms, self.dtype)
+        return op.experts_requests(GroupedWeight.stack([w] * self.experts), self.ms, self.dtype)
 
     def __str__(self) -> str:
         parts = (

@@ -9,6 +9,7 @@ import torch
 from terrazzo.lowering import Target, kernels, replacing
 from terrazzo.nn.formats import Format, module_of
 from terrazzo.ops import launching, w4a16
+from terrazzo.ops.call import plans
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.weight_only import op
 from terrazzo.ops.weight_only.entry import CALLS
@@ -34,8 +35,8 @@ class Case:
         weight = form.product.codes
         scale = "float16" if weight.symmetric else weight.scales[0]
         facts = dict(group_size=form.group_size or self.k, symmetric=scale != "float16", scale_dtype=scale)
-        more = dict(dtype="float16", bias=False, numerics="auto", target=target, device=target, weight=weight.name)
-        return op.plan(self.m, self.n, self.k, **facts, **more)
+        product = op.Facts(self.n, self.k, **facts, dtype="float16", weight=weight.name)
+        return plans.plan(self.m, product, target, target)
 
     def requests(self) -> list:
         plan = self.plan(Target.detect())
@@ -64,8 +65,8 @@ def test_the_stand_in_gives_way_without_a_change_of_bits(cold):
     weight = w4a16.quantize(torch.randn(N, K, device="cuda").half(), group_size=64)
     x, y = torch.randn(M, K, device="cuda").half(), torch.full((M, N), float("nan"), device="cuda").half()
     at = Target.detect()
-    facts = dict(group_size=64, symmetric=False, scale_dtype="float16", dtype="float16", bias=False, numerics="auto")
-    plan = op.plan(M, N, K, **facts, target=at, device=at)
+    facts = dict(group_size=64, symmetric=False, scale_dtype="float16", dtype="float16")
+    plan = plans.plan(M, op.Facts(N, K, **facts), at, at)
     assert plan.stand_in is not None
     first = w4a16.gemm(x, weight)
     assert kernels.loaded(plan.stand_in) is not None and kernels.loaded(plan.request) is None

@@ -18,8 +18,9 @@ import torch
 from oracles import TARGET, guarded
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import quantized, w8a8
+from terrazzo.ops.call import plans
 from terrazzo.ops.quantized import BlockQuantizedActivations, QuantizedActivations
-from terrazzo.ops.w4a8.w8a8 import activations, grouped, op, reference
+from terrazzo.ops.w4a8.w8a8 import activations, op, reference
 
 DEVICE = "cuda"
 FORMS = {
@@ -178,11 +179,11 @@ class Grouped:
         w, device = self.experts()[0].pack(target=TARGET), Target.detect()
         at, dtype = Target.parse(TARGET or "sm_90a"), str(self.dtype).removeprefix("torch.")
         numerics = op.numerics_of(w.codes, w.block, activations.has_zeros(w), self.accumulate)
-        facts, found = dict(numerics=numerics, target=at, device=device), []
+        found = []
         for out in (dtype, "int32") if w.codes == "int8" else (dtype,):
             bias = self.spec.bias and out != "int32"
-            plan = grouped.plan(self.m, w.n, w.k, len(self.counts), out_dtype=out, bias=bias, **facts)
-            found.append(plan.request)
+            product = op.Facts(w.n, w.k, numerics=numerics, out_dtype=out, bias=bias, experts=len(self.counts))
+            found.append(plans.plan(self.m, product, at, device).request)
         return [*found, activations.requests(w, self.m, dtype, at, device)]
 
     def experts(self) -> list[w8a8.QuantizedWeight]:

@@ -188,13 +188,13 @@ for builder in builders:
 def test_closures_hold_programs_and_no_host_code():
     found = sources.closure({"terrazzo.ops.linear.stream_k"})
     assert {"terrazzo.ops.tiles.primitives", "terrazzo.layouts.converters.u4", "terrazzo.ops.tiles.calls"} <= found
-    assert not {"terrazzo.ops.registry", "terrazzo.ops.w4a16.op", "terrazzo.ops.w4a16.checkpoint"} & found
+    assert not {"terrazzo.ops.registry", "terrazzo.ops.weight_only.op", "terrazzo.ops.w4a16.checkpoint"} & found
 
 
 def test_importing_terrazzo_reads_no_source():
     done = run_python(
         "import pathlib\ndef refuse(*a, **k): raise AssertionError('a source was read')\n"
-        "pathlib.Path.read_text = refuse\nimport terrazzo.lowering.request, terrazzo.ops.w4a16.op"
+        "pathlib.Path.read_text = refuse\nimport terrazzo.lowering.request, terrazzo.ops.weight_only.op"
     )
     assert done.returncode == 0, done.stderr
     assert sys.modules["terrazzo.lowering.sources"] is sources

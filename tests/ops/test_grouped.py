@@ -20,15 +20,16 @@ from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops import w4a8, w4a16, w4ax, w8a8
+from terrazzo.ops.call import plans
 from terrazzo.ops.grouped import MOST_EXPERTS, GroupedWeight, all_tokens
 from terrazzo.ops.w4a8 import entry as w4a8_entry
 from terrazzo.ops.w4a8 import fp8
-from terrazzo.ops.w4a8 import grouped as w4a8_grouped
+from terrazzo.ops.w4a8 import op as w4a8_op
 from terrazzo.ops.w4a8.w8a8 import entry as w8a8_entry
-from terrazzo.ops.w4a16 import grouped as w4a16_grouped
 from terrazzo.ops.w4ax import activations as w4ax_activations
 from terrazzo.ops.w4ax import entry as w4ax_entry
 from terrazzo.ops.weight_only import entry as weight_only_entry
+from terrazzo.ops.weight_only import op as weight_only_op
 from terrazzo.schedules import grouped
 from terrazzo.schedules.linear_spaces import Grouped
 from terrazzo.schedules.multistage import Multistage
@@ -265,8 +266,8 @@ def test_requests_depend_on_the_tokens_of_an_expert_alone():
 
 @pytest.mark.parametrize(("target", "flags"), [("sm_80", ("ptx=compute_80",)), ("sm_90a", ())])
 def test_experts_packed_for_sm_80_run_through_ptx_on_a_newer_gpu(target, flags):
-    facts = dict(dtype="float16", bias=False, numerics="auto", device=HOPPER, **W4A16)
-    made = w4a16_grouped.plan(64, 512, 1024, 4, target=Target.parse(target), **facts)
+    product = weight_only_op.Facts(512, 1024, dtype="float16", experts=4, **W4A16)
+    made = plans.plan(64, product, Target.parse(target), HOPPER)
     assert made.request.flags == flags and made.request.target.arch == target
     assert made.request.entry.startswith("terrazzo.ops.linear." + ("stream_k" if target == "sm_90a" else "multistage"))
     if target == "sm_80":  # k is split, so that four experts fill the SMs
@@ -360,16 +361,17 @@ def of_tile(plan, **changes):
     return replace(plan, request=replace(plan.request, params=tuple((params | changes).items())))
 
 
+def eight_experts(group: int, out: str, form: str, k: int = 7168) -> w4a8_op.Facts:
+    """Of W4A8, on int8 or e4m3 activations, with a bias."""
+    return w4a8_op.Facts(4096, k, group_size=group, out_dtype=out, dequantization=form, bias=True, experts=8)
+
+
 PLANS = {  # operator's plan, tensor instruction
-    "w4a8": lambda: w4a8_grouped.plan(
-        128, 4096, 7168, 8, group_size=64, out_dtype="float16", dequantization="auto", bias=True, target=HOPPER
-    ),
-    "fp8": lambda: w4a8_grouped.plan(
-        128, 4096, 7168, 8, group_size=128, out_dtype="bfloat16", dequantization="e4m3", bias=True, target=HOPPER
-    ),
-    "w4a16": lambda: w4a16_grouped.plan(
-        4096, 1536, 2048, 128, dtype="bfloat16", bias=False, numerics="auto", target=HOPPER,
-        **(W4A16 | {"scale_dtype": "bfloat16"}),
+    "w4a8": lambda: plans.plan(128, eight_experts(64, "float16", "auto"), HOPPER),
+    "fp8": lambda: plans.plan(128, eight_experts(128, "bfloat16", "e4m3"), HOPPER),
+    "w4a16": lambda: plans.plan(
+        4096, weight_only_op.Facts(1536, 2048, dtype="bfloat16", experts=128, **W4A16 | {"scale_dtype": "bfloat16"}),
+        HOPPER,
     ),
     "w4a16, another tile": lambda: of_tile(
         PLANS["w4a16"](), n=8192, k=8192, dtype="float16", scale_dtype="float16", block_tokens=64, warpgroups=2,
@@ -410,8 +412,8 @@ ON_WARPS = [("int8", "sm_80", "IMMA"), ("e4m3", "sm_89", "QMMA"), ("int8", "sm_1
 def test_machine_code_on_mma_sync(codes, target, instruction):
     """Of W4A8; tests/ops/w4a16/test_w4a16_multistage.py has W4A16's."""
     at, form = Target.parse(target), "e4m3" if codes == "e4m3" else "auto"
-    facts = dict(group_size=128, out_dtype="bfloat16", dequantization=form, bias=True, target=at)
-    report = KernelReport.read(compile_request(w4a8_grouped.plan(64, 4096, 2048, 8, **facts).request) / "report.json")
+    plan = plans.plan(64, eight_experts(128, "bfloat16", form, 2048), at)
+    report = KernelReport.read(compile_request(plan.request) / "report.json")
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
     assert report.smem_dynamic + report.smem_static <= at.smem_per_block
     if not report.instructions:

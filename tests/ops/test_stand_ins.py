@@ -11,6 +11,7 @@ import torch
 from terrazzo.lowering import KernelRequest, Target, kernels, replacing
 from terrazzo.lowering.errors import BundleError, CaptureError, CompileError, ToolchainError
 from terrazzo.ops import launching
+from terrazzo.ops.call import plans
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.products.codes import get_codes
 from terrazzo.ops.products.table import of_codes
@@ -196,7 +197,7 @@ def test_a_strict_bundle_is_asked_for_the_own_kernel(house, monkeypatch):
 
 def plan_of(m: int, n: int = 4096, k: int = 4096, **more) -> Plan:
     facts = dict(group_size=128, symmetric=False, scale_dtype="float16", dtype="float16", bias=True, numerics="auto")
-    return op.plan(m, n, k, **{**facts, **more}, target=Target.parse("sm_90a"))
+    return plans.plan(m, op.Facts(n, k, **{**facts, **more}), Target.parse("sm_90a"))
 
 
 def test_stream_k_of_16_tokens_has_a_stand_in_that_serves_every_shape():

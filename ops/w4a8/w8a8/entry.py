@@ -9,7 +9,6 @@ from terrazzo.ops.call.linear import Linear
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.quantized import BlockQuantizedActivations, QuantizedActivations
 from terrazzo.ops.w4a8.w8a8 import activations as w8_activations
-from terrazzo.ops.w4a8.w8a8 import grouped as w8_grouped
 from terrazzo.ops.w4a8.w8a8 import op as w8_op
 from terrazzo.ops.w4a8.w8a8.format import PackedWeight
 
@@ -37,13 +36,11 @@ class Calls(Linear):
         w8_op.check_out_dtype(out_dtype, w.codes)
         w8_op.numerics_of(w.codes, w.block, False, accumulate)
 
-    def plan(self, w: PackedWeight, m: int, key: tuple, target: Target, device: Target, experts: int) -> Plan:
+    def product(self, w: PackedWeight, key: tuple, experts: int) -> w8_op.Facts:
         _, _, out_dtype, accumulate, no_bias, no_zeros = key[-6:]
         numerics = w8_op.numerics_of(w.codes, w.block, not no_zeros, accumulate)
-        facts = dict(numerics=numerics, out_dtype=str(out_dtype)[6:], bias=not no_bias, target=target, device=device)
-        if experts:
-            return w8_grouped.plan(m, w.n, w.k, experts, **facts)
-        return w8_op.plan(m, w.n, w.k, **facts)
+        own = dict(numerics=numerics, out_dtype=str(out_dtype)[6:], bias=not no_bias)
+        return w8_op.Facts(w.n, w.k, **own, experts=experts)
 
     def sums_dtype(self, w: PackedWeight) -> str:
         return "int32" if w.codes == "int8" else "float32"

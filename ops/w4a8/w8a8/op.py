@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import launching, quantized, weights
-from terrazzo.ops.launching import Plan
+from terrazzo.ops import grouped, launching, quantized, weights
+from terrazzo.ops.call import plans
 from terrazzo.ops.linear.bytes import direct_tokens as direct_tokens_program
 from terrazzo.ops.linear.bytes import fp8_problem
 from terrazzo.ops.linear.bytes import multistage as multistage_program
@@ -19,7 +19,6 @@ from terrazzo.ops.linear.sizes import shapeless
 from terrazzo.ops.quantized import BlockQuantizedActivations, QuantizedActivations
 from terrazzo.ops.w4a8.w8a8 import activations as w8_activations
 from terrazzo.ops.w4a8.w8a8.format import BLOCK, CODES, PackedWeight, check_target
-from terrazzo.schedules import linear_spaces, multistage, records, spaces, stream_k, token_tiles
 from terrazzo.schedules.problem import Gemm
 
 if TYPE_CHECKING:
@@ -30,7 +29,6 @@ OUT_DTYPES = ("float16", "bfloat16", "int32")
 OPERATORS = {"s8": "w8a8", "s8_zeros": "w8a8", "promoted": "w8a8_fp8", "fast": "w8a8_fp8", "block": "w8a8_fp8"}
 """Numerics -> the name under which records are kept."""
 Activations = QuantizedActivations | BlockQuantizedActivations
-Schedule = stream_k.StreamK | multistage.Multistage
 
 
 def numerics_of(codes: str, block: bool, zeros: bool, accumulate: str) -> str:
@@ -55,49 +53,50 @@ def problem(n: int, k: int, numerics: str, out_dtype: str, experts: int = 0) -> 
     return Gemm.of_w8(n, quantized.padded(k), scales, 4 if out_dtype == "int32" else 2, experts=experts)
 
 
-def tuning_facts(n: int, k: int, out_dtype: str, numerics: str) -> dict[str, int | str]:
-    """What tells one tuned weight from another, besides M."""
-    chosen = "s8" if numerics.startswith("s8") else numerics
-    return dict(n=n, k=k, group=BLOCK, out_dtype=out_dtype, dequantization=chosen)
+@dataclass(frozen=True, kw_only=True)
+class Facts(plans.Facts):
+    """Of bytes by bytes.
 
-
-@lru_cache(maxsize=1024)
-def plan(
-    m: int,
-    n: int,
-    k: int,
-    *,
-    numerics: str,
-    out_dtype: str,
-    bias: bool,
-    target: Target,
-    device: Target | None = None,
-    schedule: Schedule | None = None,
-) -> Plan:
-    """Kernel and launch sizes for M = m >= 1. `device` is the GPU that runs it where that is newer than `target`.
-
-    `schedule` None is what records or the cost model choose.
+    Attributes:
+        numerics: see `numerics_of`. out_dtype: of y.
     """
-    raw = out_dtype == "int32"
-    common = dict(
-        n=n, k=quantized.padded(k), group=BLOCK, out_dtype=out_dtype, dequantization=numerics, bias=bias and not raw
-    )
-    fp8_problem.of(**common)
-    check_target(target, "int8" if numerics.startswith("s8") else "e4m3")
-    gemm = problem(n, k, numerics, out_dtype)
-    facts = tuning_facts(n, k, out_dtype, numerics)
-    s = schedule or spaces.choose(linear_spaces.of(gemm), OPERATORS[numerics], facts, target, m, device)[1]
-    on_warps, params = isinstance(s, multistage.Multistage), common | s.params()
-    wide = direct_tokens_program if isinstance(s, token_tiles.TokenTiles) else stream_k_program
-    program = multistage_program if on_warps else wide
-    params = params if on_warps else shapeless(params, 4 if raw else 2)
-    name, entry = f"w8a8.{program.__name__.rpartition('.')[2]}", f"{program.__name__}:build"
-    flags = launching.ptx_flags(target, device)
-    request = KernelRequest(name, entry, tuple(params.items()), target, program.PASS_CONFIGS, flags)
-    if on_warps:
-        return Plan(request, *multistage.launch_sizes(s, gemm, m), ())
-    part = stream_k.partition(s, gemm, device or target, m)
-    return Plan(request, *s.workspace(part.grid), (part.shared,))
+
+    numerics: str
+    out_dtype: str
+
+    programs: ClassVar = {
+        "stream_k": stream_k_program, "direct_tokens": direct_tokens_program, "grouped": stream_k_program,
+        "multistage": multistage_program,
+    }  # fmt: skip
+    kernels = "w8a8"
+
+    @property
+    def record(self) -> str:
+        return OPERATORS[self.numerics]
+
+    def check(self, target: Target) -> None:
+        if self.experts:
+            grouped.check_experts(self.experts)
+        fp8_problem.of(**self.params())
+        check_target(target, "int8" if self.numerics.startswith("s8") else "e4m3")
+
+    def gemm(self) -> Gemm:
+        return problem(self.n, self.k, self.numerics, self.out_dtype, self.experts)
+
+    def params(self) -> dict[str, Any]:
+        own = dict(n=self.n, k=quantized.padded(self.k), group=BLOCK, out_dtype=self.out_dtype)
+        return own | dict(dequantization=self.numerics, bias=self.bias and self.out_dtype != "int32")
+
+    def tuned(self) -> plans.Tuned:
+        chosen = "s8" if self.numerics.startswith("s8") else self.numerics
+        own = dict(n=self.n, k=self.k, group=BLOCK, out_dtype=self.out_dtype, dequantization=chosen)
+        return own | ({"experts": self.experts} if self.experts else {})
+
+    def build(self, program: str, schedule: Any) -> dict[str, Any]:
+        params = super().build(program, schedule)
+        if program == "multistage" or self.experts:
+            return params
+        return shapeless(params, 4 if self.out_dtype == "int32" else 2)
 
 
 def form_of(group_size: int, k: int, codes: str) -> dict[str, Any]:
@@ -164,12 +163,48 @@ def kernel_requests(
     out = out_dtype or dtype or "bfloat16"
     check_out_dtype(out, codes)
     numerics, at = numerics_of(codes, block, zeros, accumulate), Target.parse(target)
-    more = records.tokens(OPERATORS[numerics], tuning_facts(n, k, out, numerics), at) if m is None else ()
-    tokens = (*launching.tokens_of(m), *more)
-    plans = [plan(t, n, k, numerics=numerics, out_dtype=out, bias=bias, target=at) for t in tokens]
+    facts = Facts(n, k, numerics=numerics, out_dtype=out, bias=bias)
+    tokens = plans.tokens_of(facts, m, at)
     own = dict(codes=codes, block=block, zeros=zeros, static=static, smooth=smooth, ue8m0=ue8m0)
+    found = plans.requests(facts, tokens, at)
     before = [] if dtype is None else quantizers(k, m=tokens, dtype=dtype, target=at, **own)
-    return list(dict.fromkeys([*launching.requests_of(plans), *before]))
+    return list(dict.fromkeys([*found, *before]))
+
+
+def grouped_requests(
+    n: int,
+    k: int,
+    experts: int,
+    *,
+    m: int | tuple[int, ...] | None = None,
+    codes: str = "int8",
+    block: bool = False,
+    zeros: bool = False,
+    accumulate: str = "auto",
+    out_dtype: str = "bfloat16",
+    bias: bool = False,
+    target: Target | str = "sm_90a",
+) -> list[KernelRequest]:
+    """The kernels that `grouped_gemm` uses for these M (None: M of every bucket). Needs no GPU.
+
+    Args:
+        n, k: of each expert's weight. experts: number of them. m: tokens of all experts together.
+        codes, block, zeros, accumulate, out_dtype: see `kernel_requests`. bias: whether one is added.
+
+    Raises:
+        ArgumentError: a value that no kernel serves, or e4m3 on a target without it.
+        TargetError: an unknown target.
+    """
+    launching.check_shape(n, k)
+    grouped.check_experts(experts)
+    launching.check_flags(bias=bias, block=block, zeros=zeros)
+    if codes not in CODES.values():
+        raise ArgumentError("codes", codes, f"must be one of {tuple(CODES.values())}", "use int8")
+    check_flags(codes, block, zeros)
+    check_out_dtype(out_dtype, codes)
+    numerics, at = numerics_of(codes, block, zeros, accumulate), Target.parse(target)
+    facts = Facts(n, k, numerics=numerics, out_dtype=out_dtype, bias=bias, experts=experts)
+    return plans.requests(facts, plans.tokens_of(facts, m, at), at)
 
 
 def quantizers(
@@ -215,16 +250,13 @@ def weight_requests(
     target, device = launching.targets(w.target, w.device)
     out = str(out_dtype or dtype or "torch.float16").removeprefix("torch.")
     numerics = numerics_of(w.codes, w.block, w8_activations.has_zeros(w), accumulate)
-    has_bias = w.bias is not None if bias is None else bias
-    facts = dict(numerics=numerics, out_dtype=out, bias=has_bias, target=target, device=device)
+    facts = Facts(
+        w.n, w.k, numerics=numerics, out_dtype=out, bias=w.bias is not None if bias is None else bias
+    )  # fmt: skip
     tokens = launching.tokens_of(m)
-    plans = [plan(t, w.n, w.k, **facts) for t in tokens]
     name = None if dtype is None else str(dtype).removeprefix("torch.")
     before = [] if name is None else [w8_activations.requests(w, t, name, target, device) for t in tokens]
-    return list(dict.fromkeys([*launching.requests_of(plans), *before]))
-
-
-records.on_change(plan.cache_clear)
+    return plans.requests(facts, tokens, target, device, before)
 
 
 def check_activations(x: Activations, w: PackedWeight) -> None:

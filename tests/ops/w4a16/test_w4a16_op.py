@@ -9,6 +9,7 @@ import torch
 from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError, TargetError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching, w4a16
+from terrazzo.ops.call import plans
 from terrazzo.ops.weight_only import op
 from terrazzo.ops.weight_only.entry import CALLS
 from terrazzo.schedules.models import MEASURED, MODELS
@@ -31,7 +32,7 @@ def test_no_m_needs_a_kernel_outside_the_listed_ones(arch, few):
     for n, k in SHAPES[::5] if few else SHAPES:
         listed = set(requests(n, k, target))
         for m in TOKENS:
-            plan = op.plan(m, n, k, **FACTS, numerics="auto", target=target)
+            plan = plans.plan(m, op.Facts(n, k, **FACTS), target)
             assert plan.request in listed, (n, k, m)
             assert all(extent > 0 for extent in (*plan.workspace, *plan.semaphores))
             semaphores = 1
@@ -64,9 +65,9 @@ def test_one_group_and_odd_k_reach_the_programs():
 
 def test_sm_80_code_runs_on_newer_gpus_from_its_ptx():
     old, new = Target.parse("sm_80"), Target.parse("sm_90a")
-    plan = op.plan(64, 256, 512, **FACTS, numerics="auto", target=old, device=new)
+    plan = plans.plan(64, op.Facts(256, 512, **FACTS), old, new)
     assert plan.request.flags == ("ptx=compute_80",) and plan.request.target.arch == "sm_80"
-    assert op.plan(64, 256, 512, **FACTS, numerics="auto", target=old).request.flags == ()
+    assert plans.plan(64, op.Facts(256, 512, **FACTS), old).request.flags == ()
 
 
 def weight(n=64, k=128):

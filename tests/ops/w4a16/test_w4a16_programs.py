@@ -10,7 +10,8 @@ from emulated_cases import cases
 from terrazzo.lowering import KernelReport, compile_request
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import find_cuda_tool, find_nvcc
-from terrazzo.ops.w4a16 import op
+from terrazzo.ops.call import plans
+from terrazzo.ops.weight_only import op
 from terrazzo.schedules import records, stream_k
 
 CASES = {
@@ -46,13 +47,13 @@ def compiled(m, changes):
     facts, target = FACTS | changes, Target.parse("sm_90a")
     numerics, tile = facts.pop("numerics", "auto"), facts.pop("tile", None)
     if tile is None:
-        plan = op.plan(m, 448, 640, **facts, numerics=numerics, target=target)
+        plan = plans.plan(m, op.Facts(448, 640, **facts, numerics=numerics), target)
         return plan, compile_request(plan.request)
     tokens, warpgroups, row_blocks, stage_k = tile
     schedule = stream_k.StreamK(tokens, warpgroups, row_blocks, stages=4, stage_k=stage_k)
     with records.forced("w4a16", "stream_k", schedule.params()):
         records.changed()
-        plan = op.plan(m, 448, 640, **facts, numerics=numerics, target=target)
+        plan = plans.plan(m, op.Facts(448, 640, **facts, numerics=numerics), target)
     records.changed()
     assert dict(plan.request.params)["block_tokens"] == tokens
     return plan, compile_request(plan.request)

@@ -14,6 +14,7 @@ from terrazzo.layouts.emulate import operand_tiles
 from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import w4a8
+from terrazzo.ops.call import plans
 from terrazzo.ops.w4a8 import fp8, fp8_format, fp8_reference, op
 from terrazzo.ops.w4a8.entry import CALLS
 from terrazzo.schedules import linear_spaces, stream_k
@@ -221,10 +222,8 @@ def test_every_m_has_a_kernel_of_its_target(n, k):
             assert schedule.smem_bytes(problem) <= target.smem_per_block
             if program == "stream_k":
                 assert schedule.legal() and schedule.stages >= 2
-            found = op.plan(
-                m, n, k, group_size=64, out_dtype="float16", dequantization="e4m3", bias=False, pipeline="auto",
-                target=target,
-            )  # fmt: skip
+            product = op.Facts(n, k, group_size=64, out_dtype="float16", dequantization="e4m3")
+            found = plans.plan(m, product, target)
             assert found.request.name == f"w4a8.{program}"
         assert seen == programs
 

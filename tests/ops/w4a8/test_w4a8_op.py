@@ -10,6 +10,7 @@ import torch
 from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError, TargetError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import derived, launching, w4a8
+from terrazzo.ops.call import plans
 from terrazzo.ops.w4a8 import QuantizedActivations, activations, op, reference
 from terrazzo.ops.w4a8.entry import CALLS
 from terrazzo.schedules import quantize_rows
@@ -28,7 +29,7 @@ def test_no_m_needs_a_kernel_outside_the_listed_ones(arch, few):
     for n, k in SHAPES[::5] if few else SHAPES:
         listed = set(w4a8.kernel_requests(n, k, target=target))
         for m in TOKENS:
-            plan = op.plan(m, n, k, **FACTS, target=target)
+            plan = plans.plan(m, op.Facts(n, k, **FACTS), target)
             assert plan.request in listed, (n, k, m)
             assert all(extent > 0 for extent in (*plan.workspace, *plan.semaphores))
             assert prod(plan.semaphores) <= launching.SEMAPHORES, (n, k, m)
@@ -65,13 +66,13 @@ def test_both_programs_serve_by_m_and_on_request(without_records):
     assert names(m=4, pipeline="imfp") == {"w4a8.stream_k"}
     older = {r.name for r in w4a8.kernel_requests(4096, 4096, dtype=None, target="sm_80")}
     assert "w4a8.stream_k" not in older
-    many = op.plan(1000, 4096, 4096, **(FACTS | {"pipeline": "small_batch"}), target=Target.parse("sm_90a"))
+    many = plans.plan(1000, op.Facts(4096, 4096, **FACTS | {"pipeline": "small_batch"}), Target.parse("sm_90a"))
     assert op.tokens_per_launch(many, 1000) == 32
 
 
 def test_sm_80_code_runs_on_newer_gpus_from_its_ptx():
     old, new = Target.parse("sm_80"), Target.parse("sm_90a")
-    plan = op.plan(64, 256, 512, **FACTS, target=old, device=new)
+    plan = plans.plan(64, op.Facts(256, 512, **FACTS), old, new)
     assert plan.request.flags == ("ptx=compute_80",) and plan.request.target.arch == "sm_80"
     rows = activations.plan(64, 512, dtype="float16", gain=True, norm=True, target=old, device=new)
     assert rows.flags == ("ptx=compute_80",)

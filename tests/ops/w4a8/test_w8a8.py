@@ -9,6 +9,7 @@ from terrazzo.layouts import Fragment, get_instance
 from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import quantized, w8a8
+from terrazzo.ops.call import plans
 from terrazzo.ops.linear.bytes import direct, direct_tokens, multistage
 from terrazzo.ops.quantized import QuantizedActivations
 from terrazzo.ops.w4a8.w8a8 import activations, op, reference, torch_op
@@ -253,8 +254,8 @@ def test_another_layout_is_refused():
 
 def test_blocks_of_wide_batches_have_tokens_as_the_a_operand():
     target = Target.parse("sm_90a")
-    facts = dict(numerics="block", out_dtype="bfloat16", bias=False, target=target)
-    names = {m: op.plan(m, 6144, 4096, **facts).request.name for m in (16, 64, 1024, 4096)}
+    product = op.Facts(6144, 4096, numerics="block", out_dtype="bfloat16")
+    names = {m: plans.plan(m, product, target).request.name for m in (16, 64, 1024, 4096)}
     assert names == {16: "w8a8.stream_k", 64: "w8a8.stream_k", 1024: "w8a8.direct_tokens", 4096: "w8a8.direct_tokens"}
     space = linear_spaces.of(op.problem(6144, 4096, "block", "bfloat16"))
     program, schedule = space.heuristic(target, 4096)
@@ -278,7 +279,7 @@ def test_a_tile_is_chosen_for_every_form_and_number_of_tokens():
     for numerics in op.OPERATORS:
         for m in (1, 16, 64, 256, 1024, 4096):
             target = Target.parse("sm_90a")
-            chosen = op.plan(m, 4096, 4096, numerics=numerics, out_dtype="float16", bias=False, target=target)
+            chosen = plans.plan(m, op.Facts(4096, 4096, numerics=numerics, out_dtype="float16"), target)
             params = dict(chosen.request.params)
             assert params["dequantization"] == numerics and params["block_tokens"] >= min(m, 64), (numerics, m)
 

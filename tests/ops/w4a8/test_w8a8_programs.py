@@ -10,6 +10,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import find_nvcc
+from terrazzo.ops.call import plans
 from terrazzo.ops.linear.bytes import direct_tokens, stream_k
 from terrazzo.ops.w4a8.w8a8 import op
 
@@ -60,8 +61,8 @@ WARPS = {  # numerics, target, M, opcode
 @pytest.mark.parametrize("name", WARPS)
 def test_machine_code_on_warps(name):
     numerics, target, m, opcode = WARPS[name]
-    facts = dict(numerics=numerics, out_dtype="bfloat16", bias=False, target=Target.parse(target))
-    report = KernelReport.read(compile_request(op.plan(m, 4096, 4096, **facts).request) / "report.json")
+    plan = plans.plan(m, op.Facts(4096, 4096, numerics=numerics, out_dtype="bfloat16"), Target.parse(target))
+    report = KernelReport.read(compile_request(plan.request) / "report.json")
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
     if not report.instructions:
         pytest.skip(report.note)

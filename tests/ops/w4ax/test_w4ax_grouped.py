@@ -12,7 +12,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops import moe, w4a8, w4ax
-from terrazzo.ops.w4ax import activations, grouped, reference
+from terrazzo.ops.w4ax import activations, reference
 from test_w4ax_emulated import launch_wgmma, uniform_activations
 from test_w4ax_format import random_weight
 from w4ax_tiles import integer_tile
@@ -192,7 +192,7 @@ def test_calls_with_operands_that_do_not_fit_are_refused():
 
 
 def test_every_number_of_tokens_has_a_kernel():
-    found = grouped.grouped_requests(448, 640, 8, blocks8=2, dtype="bfloat16", norm=True)
+    found = w4ax.grouped_requests(448, 640, 8, blocks8=2, dtype="bfloat16", norm=True)
     assert {it.name for it in found} == {"w4ax.grouped", "w4ax.quantize_blocks"}
     tiles = {dict(it.params)["block_tokens"] for it in found if it.name == "w4ax.grouped"}
     assert min(tiles) == 16 and max(tiles) == 128

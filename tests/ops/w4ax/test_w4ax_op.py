@@ -10,6 +10,7 @@ import torch
 from terrazzo.lowering.errors import ArgumentError, TargetError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching, w4ax
+from terrazzo.ops.call import plans
 from terrazzo.ops.w4ax import activations, op
 from terrazzo.schedules import linear_spaces, stream_k, work_items
 from terrazzo.schedules import w4ax as schedules
@@ -32,7 +33,7 @@ def test_no_m_needs_a_kernel_outside_the_listed_ones(arch, granularity, without_
         wgmma = arch == "sm_90a"  # tiles in steps of 16 tokens; of two-level scales also of two or three warpgroups
         assert len(listed) <= 7 + 4 * wgmma + 5 * (two_level and wgmma)
         for m in TOKENS:
-            plan = op.plan(m, n, k, blocks8, out_dtype="float16", bias=False, two_level=two_level, target=target)
+            plan = plans.plan(m, op.Facts(n, k, blocks8=blocks8, out_dtype="float16", two_level=two_level), target)
             assert plan.request in listed, (n, k, m)
             assert all(extent > 0 for extent in (*plan.workspace, *plan.semaphores))
             assert prod(plan.semaphores) <= launching.SEMAPHORES
