@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from terrazzo.lowering.errors import ArgumentError
@@ -20,6 +20,10 @@ from terrazzo.nn.norm import RMSNorm
 from terrazzo.nn.parallel import SharedHead, TensorParallel, local_shape
 from terrazzo.nn.sources import Published, Source
 from terrazzo.ops import weights
+
+if TYPE_CHECKING:
+    from terrazzo.nn.experts import GroupedLinear
+    from transformers import PretrainedConfig
 
 MODELS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text", "gpt_oss")
 """Values of `model_type` in a config (of the text model, where there are several)."""
@@ -74,7 +78,7 @@ class Shape:
         return tuple(sorted(set(self.layer_types))) if self.kind == "gemma3_text" else ("",)
 
 
-def shape_of(config: Any) -> Shape:
+def shape_of(config: PretrainedConfig) -> Shape:
     """Of a transformers text config.
 
     Raises:
@@ -87,7 +91,7 @@ def shape_of(config: Any) -> Shape:
     return shape
 
 
-def _shape_of(config: Any) -> Shape:
+def _shape_of(config: PretrainedConfig) -> Shape:
     kind, get = config.model_type, lambda name, default=None: getattr(config, name, None) or default
     if kind not in MODELS:
         remedy = "give transformers' own model to terrazzo.integrations.transformers.pack, which swaps its layers"
@@ -129,6 +133,9 @@ def _shape_of(config: Any) -> Shape:
         embedding_scale=config.hidden_size**0.5 if gemma else 1.0, tied=bool(get("tie_word_embeddings", False)),
         biased=tuple(biased), positions=config_fields.positions(config),
     )  # fmt: skip
+
+
+Layer = TypeVar("Layer", bound="Linear | Dense | GroupedLinear | SharedHead")
 
 
 class Builder:
@@ -353,7 +360,7 @@ def _shaped(values: torch.Tensor, shape: tuple[int, ...], name: str) -> torch.Te
     return values
 
 
-def _sized(layer: Any, n: int, k: int, name: str) -> Any:
+def _sized(layer: Layer, n: int, k: int, name: str) -> Layer:
     """`layer`, which has n outputs and k inputs; of a float one, finite weights."""
     seen, wanted = [layer.out_features, layer.in_features], [n, k]
     if seen != wanted:

@@ -10,10 +10,14 @@ import math
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from terrazzo.lowering.data_files import MOST
 from terrazzo.lowering.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from terrazzo.nn.architectures import Shape
+    from transformers import GenerationConfig
 
 LAYERS, PARTS = 1000, 1 << 16
 """Most decoder layers (the largest published models have some 130), and most heads, experts or labels."""
@@ -44,7 +48,7 @@ def check_plain(config: Mapping[str, Any]) -> None:
                     raise ArgumentError(name, value, f"must be at most {most}", REMEDY)
 
 
-def check_shape(shape: Any) -> None:
+def check_shape(shape: Shape) -> None:
     """Refuse a `Shape` whose numbers are none that a model can have.
 
     Raises:
@@ -68,7 +72,7 @@ def check_shape(shape: Any) -> None:
 
 
 def check_tensors(
-    shape: Any, names: Iterable[str], size_of: Callable[[str], Sequence[int]], packed: Container[str] = ()
+    shape: Shape, names: Iterable[str], size_of: Callable[[str], Sequence[int]], packed: Container[str] = ()
 ) -> None:
     """Refuse a `Shape` of more layers, other embeddings or another number of experts than there are tensors of.
 
@@ -104,7 +108,7 @@ def check_tensors(
             raise ArgumentError(name, list(seen), constraint, REMEDY)
 
 
-def check_ends(stated: Any, where: str) -> None:
+def check_ends(stated: GenerationConfig | None, where: str) -> None:
     """Refuse end tokens of a generation config that are no numbers of tokens.
 
     Raises:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 READ = {
     "qwen2": ("head_dim",),
@@ -41,7 +44,7 @@ SAME_AS = {
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def check_fields(config: Any) -> None:
+def check_fields(config: PretrainedConfig) -> None:
     """Refuse a config with a field that its architecture does not have, unless it is known to change nothing.
 
     Such a field is read by other code than transformers' model of this architecture, and weights may count on that.
@@ -73,7 +76,7 @@ def check_fields(config: Any) -> None:
             raise ArgumentError("partial_rotary_factor", part, constraint, remedy)
 
 
-def _changes_nothing(name: str, value: Any, config: Any) -> bool:
+def _changes_nothing(name: str, value: object, config: PretrainedConfig) -> bool:
     """Whether an unknown field says what is so anyway."""
     if name in ORDERED:
         return value in (None, ORDERED[name])
@@ -106,7 +109,7 @@ def _generation() -> set[str]:
     return set(vars(GenerationConfig()))
 
 
-def layer_types(config: Any) -> tuple[str, ...]:
+def layer_types(config: PretrainedConfig) -> tuple[str, ...]:
     """Of each decoder layer: "full_attention" or "sliding_attention".
 
     Raises:
@@ -124,7 +127,7 @@ def layer_types(config: Any) -> tuple[str, ...]:
     return found
 
 
-def positions(config: Any) -> int | None:
+def positions(config: PretrainedConfig) -> int | None:
     """How many tokens a sequence may have: `max_position_embeddings`, or what its rotary scaling stretches them to.
 
     Configs of llama3 and longrope state the stretched number. YaRN's state `original_max_position_embeddings`, and many

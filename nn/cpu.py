@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from terrazzo.ops.products.ways import choose_way
@@ -23,6 +23,10 @@ from terrazzo.ops.w4ax.fmpq import BLOCK
 from terrazzo.ops.w4ax.format import PackedWeight as W4Ax
 from terrazzo.ops.weight_only.packed import WeightOnly
 from torch.nn import functional
+
+if TYPE_CHECKING:
+    from terrazzo.nn.products import Activations
+    from terrazzo.ops.weights import Packed
 
 FEW = 4
 """Rows for which float16 products are as fast as those of float32 in torch."""
@@ -64,7 +68,7 @@ class Floats:
         w: packed weight. dtype: of activations.
     """
 
-    def __init__(self, w: Any, dtype: torch.dtype) -> None:
+    def __init__(self, w: Packed, dtype: torch.dtype) -> None:
         if isinstance(w, WeightOnly):
             numerics = choose_way(w.format, w.scale_dtype, str(dtype)[6:], False).name
             exact = w.dequantize(numerics, dtype)
@@ -78,7 +82,7 @@ class Floats:
             exact = w.dequantize()
         self.weight = exact.float()
 
-    def __call__(self, x: Any, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    def __call__(self, x: Activations, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         if isinstance(x, torch.Tensor):
             return linear(x, self.weight, bias)
         y = functional.linear(x.dequantize(), self.weight)
@@ -95,7 +99,7 @@ class Integers:
         self.scales = w.channel_scales[: w.n].double() if isinstance(w, W4A8) else held.scales.double()
         self.sums = self.codes.sum(1, dtype=torch.int64).double() if isinstance(w, W8A8) else None
 
-    def __call__(self, x: Any, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    def __call__(self, x: Activations, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         sums = torch._int_mm(x.q.contiguous(), self.codes.t()).double()
         if getattr(x, "zeros", None) is not None:
             sums -= x.zeros.double()[:, None] * self.sums
@@ -103,7 +107,7 @@ class Integers:
         return (y if bias is None else y + bias.double()).to(dtype)
 
 
-def dense(w: Any, dtype: torch.dtype) -> Floats | Integers:
+def dense(w: Packed, dtype: torch.dtype) -> Floats | Integers:
     """What multiplies activations of this dtype by a packed weight from now on."""
     global _told
     integers = isinstance(w, W4A8) or (isinstance(w, W8A8) and w.codes == "int8")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from terrazzo.lowering.errors import ArgumentError
@@ -16,6 +16,10 @@ from terrazzo.ops.grouped import GroupedWeight
 from torch import nn
 
 if TYPE_CHECKING:
+    from terrazzo.nn.joined import Option
+    from terrazzo.ops.weights import Canonical, Packed
+
+    Weights = Sequence[Packed | Canonical]
     from terrazzo.lowering.targets import Target
 
 
@@ -64,7 +68,7 @@ class Experts(nn.Module):
         self.activation = known_activation(activation)
 
     @classmethod
-    def stack(cls, gates: Sequence[Any], ups: Sequence[Any], downs: Sequence[Any], activation: str = "silu") -> Experts:
+    def stack(cls, gates: Weights, ups: Weights, downs: Weights, activation: str = "silu") -> Experts:
         """Of each expert's packed or canonical weights. Experts of which only some have zero points stack: 8 (of 8
         bits: 128) is given to the others.
 
@@ -82,7 +86,7 @@ class Experts(nn.Module):
         return cls.of_packed(joined, [join([each]) for each in downs], activation)
 
     @classmethod
-    def of_packed(cls, gate_up: Sequence[Any], down: Sequence[Any], activation: str = "silu") -> Experts:
+    def of_packed(cls, gate_up: Weights, down: Weights, activation: str = "silu") -> Experts:
         """Of each expert's packed weights: gate_up [2 I, hidden] joined, down [hidden, I]; activation: see `stack`."""
         for name, each in (("gate_up", gate_up), ("down", down)):
             _check_experts(name, each)
@@ -95,7 +99,7 @@ class Experts(nn.Module):
         down: torch.Tensor,
         format: str | Format = "w4a16-g128",
         activation: str = "silu",
-        **options: Any,
+        **options: Option,
     ) -> Experts:
         """Quantize experts one by one.
 
@@ -163,7 +167,7 @@ class Experts(nn.Module):
         return self.down_proj(products.gated(h, self.activation, self.down_proj), offsets, dtype)
 
 
-def _check_experts(name: str, given: Any, remedy: str = "pass a list with the weight of each expert") -> None:
+def _check_experts(name: str, given: object, remedy: str = "pass a list with the weight of each expert") -> None:
     sized = (isinstance(given, torch.Tensor) and given.dim()) or isinstance(given, list | tuple)
     if not sized or not len(given):
         seen = weights.described(given) if torch.is_tensor(given) or not sized else []

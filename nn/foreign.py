@@ -12,12 +12,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any
+from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError, TerrazzoError, ToolchainError
 from terrazzo.nn import claims
 from terrazzo.ops import weights
 from terrazzo.ops.checkpoints import files
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 TRUST = "trust_remote_code"
 READ = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".spm", ".py")
@@ -29,7 +32,7 @@ OWN_CODE = (
 
 
 @contextmanager
-def explained(argument: str, value: Any, constraint: str, remedy: str) -> Iterator[None]:
+def explained(argument: str, value: object, constraint: str, remedy: str) -> Iterator[None]:
     """Whatever is raised inside becomes an ArgumentError of this argument, with the beginning of what it said.
 
     Errors of ours go on, and so do those that end a program.
@@ -54,7 +57,7 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def check_trust(trust_remote_code: Any) -> None:
+def check_trust(trust_remote_code: object) -> None:
     """Raise ArgumentError for what is neither True nor False."""
     if type(trust_remote_code) is not bool:
         raise ArgumentError(TRUST, trust_remote_code, "must be True or False", "leave it out: no code is run")
@@ -83,7 +86,7 @@ def check_files(folder: Path) -> None:
             raise ArgumentError("path", str(file), constraint, "get it again")
 
 
-def config_of(folder: Path, trust_remote_code: bool = False) -> Any:
+def config_of(folder: Path, trust_remote_code: bool = False) -> PretrainedConfig:
     """transformers' config of a folder.
 
     Raises:
@@ -101,7 +104,7 @@ def config_of(folder: Path, trust_remote_code: bool = False) -> Any:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
 
 
-def tokenizer_of(folder: Any, trust_remote_code: bool = False) -> Any:
+def tokenizer_of(folder: str | Path | None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """transformers' tokenizer of a folder.
 
     Raises:
@@ -121,7 +124,7 @@ def tokenizer_of(folder: Any, trust_remote_code: bool = False) -> Any:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
 
 
-def tokens_of(tokenizer: Any, text: str, special: bool = False) -> list[int]:
+def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> list[int]:
     """Token numbers of a text; `special` adds those that the tokenizer puts around every text.
 
     Raises:
@@ -132,18 +135,18 @@ def tokens_of(tokenizer: Any, text: str, special: bool = False) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=special))
 
 
-def text_of(tokenizer: Any, tokens: list[int]) -> str:
+def text_of(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
     """What tokens stand for, without special ones; errors of `tokens_of`."""
     remedy = "get the tokenizer's files again, or pass tokenizer="
     with explained("tokenizer", _name(tokenizer), "cannot write these tokens", remedy):
         return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def _name(tokenizer: Any) -> Any:
+def _name(tokenizer: PreTrainedTokenizerBase) -> str:
     return getattr(tokenizer, "name_or_path", None) or type(tokenizer).__name__
 
 
-def generation_config_of(folder: Path) -> Any:
+def generation_config_of(folder: Path) -> GenerationConfig | None:
     """transformers' generation config of a folder, None where there is none.
 
     Raises:

@@ -8,10 +8,10 @@ them whether a sequence's logits were finite.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from terrazzo.lowering import graphs, replacing
@@ -20,6 +20,10 @@ from terrazzo.nn.config_fields import check_length
 from terrazzo.nn.decoder import Decoder, positions_of
 from terrazzo.ops import launching
 from terrazzo.ops.attention.kv_cache import Batch, KVCache
+
+if TYPE_CHECKING:
+    from terrazzo.nn.parallel import TensorParallel
+    from transformers.generation import LogitsProcessor
 
 __all__ = ["CausalModel", "NotFiniteError", "Sampling", "generate"]
 FAILED = -2
@@ -32,7 +36,7 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-Listener = Callable[[list[int | None]], Any]
+Listener = Callable[[list[int | None]], bool | Collection[int] | None]
 """Called with a step's token of each sequence, None for those that have ended."""
 
 
@@ -61,7 +65,12 @@ class NotFiniteError(TerrazzoError, ArithmeticError):
             before the token that could not be chosen.
     """
 
-    def __init__(self, rows: Sequence[int], results: Any, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        rows: Sequence[int],
+        results: list[torch.Tensor] | list[str] | torch.Tensor,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.rows, self.results, self.dtype = list(rows), results, dtype
         remedy = "look for NaN in the checkpoint"
         if dtype == torch.float16:
@@ -115,9 +124,9 @@ class Sampling:
         if self.seed is not None and (type(self.seed) is not int or not -(1 << 63) <= self.seed < 1 << 64):
             raise ArgumentError("seed", self.seed, "must be an integer of 64 bits", "pass seed=0, or None for any")
 
-    def processors(self) -> list[Any]:
+    def processors(self) -> list[LogitsProcessor]:
         """transformers' logits processors in its own order."""
-        given: list[tuple[str, Any]] = []
+        given: list[tuple[str, float]] = []
         if self.repetition_penalty != 1.0:
             given.append(("RepetitionPenaltyLogitsProcessor", float(self.repetition_penalty)))
         if self.temperature:
@@ -153,7 +162,7 @@ class Sampling:
         return choose
 
 
-def check_temperature(value: Any) -> None:
+def check_temperature(value: object) -> None:
     """Raise ArgumentError unless logits can be divided by it, or it is 0."""
     fine = isinstance(value, int | float) and not isinstance(value, bool) and (value == 0 or LEAST <= value <= MOST)
     if not fine:
@@ -212,7 +221,7 @@ class DecodeStep:
         self._logits = self.graph.made
 
 
-def checked_prompts(prompts: Any, vocabulary: int) -> list[torch.Tensor]:
+def checked_prompts(prompts: object, vocabulary: int) -> list[torch.Tensor]:
     """One integer vector for each sequence."""
     remedy = "pass a list of token numbers for each sequence"
     if isinstance(prompts, torch.Tensor) and prompts.dim() < 2:
@@ -243,7 +252,7 @@ def checked_prompts(prompts: Any, vocabulary: int) -> list[torch.Tensor]:
     return found
 
 
-def end_tokens(given: Any) -> list[int]:
+def end_tokens(given: int | Iterable[int] | torch.Tensor | None) -> list[int]:
     """Tokens that end a sequence."""
     if isinstance(given, torch.Tensor):
         given = given.tolist()
@@ -256,7 +265,7 @@ def end_tokens(given: Any) -> list[int]:
 @torch.no_grad()
 def generate(
     model: CausalModel,
-    prompts: Sequence[Any] | torch.Tensor,
+    prompts: Sequence[Sequence[int] | torch.Tensor] | torch.Tensor,
     *,
     max_new_tokens: int = 128,
     sampling: Sampling | None = None,
@@ -322,7 +331,7 @@ def _texts(prompts: list[torch.Tensor], new: int) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def _agreed(sampling: Sampling, ranks: Any, device: torch.device) -> Sampling:
+def _agreed(sampling: Sampling, ranks: TensorParallel | None, device: torch.device) -> Sampling:
     """With one seed on all ranks, which must draw the same tokens."""
     if ranks is None or not sampling.temperature or sampling.seed is not None:
         return sampling

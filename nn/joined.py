@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from terrazzo.lowering.errors import ArgumentError
@@ -16,10 +16,20 @@ from terrazzo.ops import weights
 from terrazzo.ops.shards import BY_ROW
 from torch import nn
 
+if TYPE_CHECKING:
+    from terrazzo.ops.w4ax.fmpq import BlockPlan
+    from terrazzo.ops.weights import Canonical, Packed
+
+    Weight = Packed | Canonical
+    Option = torch.Tensor | torch.dtype | BlockPlan | str | float | None
+    """What quantizers take by name."""
+
 APART = "quantize them alike, or keep these layers apart"
 
 
-def join(parts: Sequence[Any], argument: str = "parts", names: Sequence[str] | None = None, remedy: str = APART) -> Any:
+def join(
+    parts: Sequence[Weight], argument: str = "parts", names: Sequence[str] | None = None, remedy: str = APART
+) -> Packed:
     """The packed weight [N1 + N2 + ..., K] of packed or canonical weights [Ni, K] of one format.
 
     Args:
@@ -52,7 +62,7 @@ def join(parts: Sequence[Any], argument: str = "parts", names: Sequence[str] | N
     return replace(first, **made).pack(target=target)
 
 
-def described(weight: Any) -> str:
+def described(weight: Weight | torch.Tensor) -> str:
     """A canonical weight's operator and group in a message, "w4a16-g64"; of a float one its dtype."""
     if torch.is_tensor(weight):
         return weights.dtype_name(weight)
@@ -60,7 +70,7 @@ def described(weight: Any) -> str:
     return weights.kind(weight).partition(".")[0] + (f"-g{group if group != weight.k else 'K'}" if group else "")
 
 
-def rows_of(canonical: Any, part: slice) -> Any:
+def rows_of(canonical: Canonical, part: slice) -> Canonical:
     """The canonical weight of some output features of another one."""
     held = {name: getattr(canonical, name, None) for name in BY_ROW}
     return replace(canonical, **{name: t[part] for name, t in held.items() if torch.is_tensor(t)})
@@ -90,7 +100,7 @@ def _same(values: list) -> bool:
     return all(not torch.is_tensor(v) and v == first for v in values[1:])
 
 
-def _check_sizes(sizes: Any) -> None:
+def _check_sizes(sizes: object) -> None:
     if not isinstance(sizes, list | tuple) or not all(type(size) is int and size > 0 for size in sizes):
         seen = sizes if isinstance(sizes, list | tuple) else type(sizes).__name__
         raise ArgumentError("sizes", seen, "must be numbers of output features", "pass those of the parts")
@@ -103,7 +113,7 @@ class JoinedLinear(Linear):
         packed: the joined weight. sizes: output features of each part.
     """
 
-    def __init__(self, packed: Any, sizes: Sequence[int]) -> None:
+    def __init__(self, packed: Packed, sizes: Sequence[int]) -> None:
         super().__init__(packed)
         _check_sizes(sizes)
         if sum(sizes) != self.out_features:
@@ -112,18 +122,20 @@ class JoinedLinear(Linear):
         self.sizes = tuple(sizes)
 
     @classmethod
-    def from_packed(cls, packed: Any, sizes: Sequence[int] = ()) -> JoinedLinear:
+    def from_packed(cls, packed: Packed, sizes: Sequence[int] = ()) -> JoinedLinear:
         """Of a packed weight [N, K] that is joined already; sizes: the rows of each part, () for one."""
         return cls(packed, sizes)
 
     @classmethod
-    def join(cls, *parts: Any) -> JoinedLinear:
+    def join(cls, *parts: Linear | Weight) -> JoinedLinear:
         """Of layers, packed or canonical weights, in order; see `joined.join`."""
         parts = tuple(part.packed if isinstance(part, Linear) else part for part in parts)
         return cls(join(parts), [part.n for part in parts])
 
     @classmethod
-    def from_float(cls, source: Sequence[Any], format: str | Format = "w4a16-g128", **options: Any) -> JoinedLinear:
+    def from_float(
+        cls, source: Sequence[nn.Linear | torch.Tensor], format: str | Format = "w4a16-g128", **options: Option
+    ) -> JoinedLinear:
         """Quantize float layers or weights [Ni, K] of `source` as one; format, options: see `Linear.from_float`."""
         if not isinstance(source, list | tuple) or not source:
             raise ArgumentError("source", weights.kind(source), "must be a list of layers or weights", "pass [q, k, v]")
@@ -154,7 +166,7 @@ class JoinedLinear(Linear):
 
     @classmethod
     def empty(
-        cls, in_features: int, sizes: Sequence[int], format: str | Format = "w4a16-g128", **options: Any
+        cls, in_features: int, sizes: Sequence[int], format: str | Format = "w4a16-g128", **options: Option
     ) -> JoinedLinear:
         """See `Linear.empty`; `sizes` are the output features of the parts."""
         _check_sizes(sizes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from terrazzo.lowering.errors import ArgumentError
@@ -33,7 +33,7 @@ class TensorParallel:
 
     rank: int
     world: int
-    group: Any = None
+    group: distributed.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         shards.check_rank(self.rank, self.world)
@@ -45,7 +45,7 @@ class TensorParallel:
                 raise ArgumentError("tensor_parallel", (self.rank, self.world), constraint, remedy)
 
     @staticmethod
-    def of(given: Any) -> TensorParallel | None:
+    def of(given: tuple[int, int] | TensorParallel | None) -> TensorParallel | None:
         """Of what `load` takes: None, (rank, world) or a TensorParallel; None for a single rank."""
         if given is None:
             return None

@@ -28,9 +28,10 @@ FORM = 2
 """Of SETTINGS: the first one had no digests."""
 _NEW = "name a new folder"
 _THREADS = 4
+Noted = str | list["Noted"] | dict[str, "Noted"]
 
 
-def digest_of(value: Any) -> Any:
+def digest_of(value: object) -> Noted:
     """What is noted of an option: equal ones have equal notes, tensors by all their values."""
     if isinstance(value, torch.Tensor):
         data = value.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy()
@@ -224,11 +225,11 @@ class QuantizedFolder:
         self._note(done=True)
 
 
-def _are_digests(value: Any) -> bool:
+def _are_digests(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
 
 
-def _are_files(value: Any) -> bool:
+def _are_files(value: object) -> bool:
     """Whether a value says of files their sha256 and errors."""
     if not isinstance(value, dict) or not all(isinstance(each, dict) for each in value.values()):
         return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from terrazzo.lowering.errors import ArgumentError
@@ -21,6 +21,10 @@ from terrazzo.nn.sources import Published
 from terrazzo.ops import weights
 from terrazzo.ops.checkpoints import Checkpoint
 from terrazzo.ops.products.table import PRODUCTS
+
+if TYPE_CHECKING:
+    from terrazzo.nn.architectures import Builder, Shape
+    from terrazzo.ops.weights import Packed
 
 TEXT = "pass token numbers of some text, or to the command a file of text"
 _CHUNK = {"cpu": 1 << 17, "cuda": 1 << 22}  # values whose error is computed at a time: bounds what float64 takes
@@ -141,7 +145,7 @@ def quantize_folder(
     return errors
 
 
-def error_of(packed: Any, weight: torch.Tensor | None) -> float:
+def error_of(packed: Packed, weight: torch.Tensor | None) -> float:
     """Norm of the difference of a packed weight and the float one, over the float one's."""
     if weight is None:
         return 0.0
@@ -157,7 +161,7 @@ def error_of(packed: Any, weight: torch.Tensor | None) -> float:
     return (off / total) ** 0.5 if total else 0.0
 
 
-def _rest(builder: Any, shape: Any) -> dict[str, torch.Tensor]:
+def _rest(builder: Builder, shape: Shape) -> dict[str, torch.Tensor]:
     """Embedding, last norm and head."""
     root = builder.root
     embedding = builder.embedding("")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from terrazzo.lowering.errors import ArgumentError
@@ -26,7 +26,13 @@ from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.shards import ORDERS, Cut, Part, Share, checked_spans, plan, spans_of
 from torch import nn
 
+if TYPE_CHECKING:
+    from terrazzo.nn.architectures import Shape
+    from terrazzo.nn.joined import Option
+    from terrazzo.ops.weights import Canonical, Packed
+
 Shares = Sequence[Share | None]
+Floats = tuple[torch.Tensor, torch.Tensor | None]
 CUT = ("world", "unit", "parts", *ORDERS)
 """What errors of a cut name."""
 
@@ -38,7 +44,7 @@ FLOAT_LAYER = re.compile(r".*layers\.\d+\..*(\w_proj|\bw[123])(\.weight)?")
 ALIKE = 'export the model again with one setting for these layers, or load its float folder with quantize="w4a16-g128"'
 """Where a config names what an exporter leaves in 16 bits, by its method."""
 
-Report = Callable[[str, Any, torch.Tensor | None], None]
+Report = Callable[[str, "Packed", torch.Tensor | None], None]
 """Called with the name of a layer, its packed weight, and the float one that it was quantized of, or None."""
 
 
@@ -84,7 +90,7 @@ class Source:
         """Whether a layer, by its published name, is quantized here."""
         return self.has(f"{name}.words")
 
-    def scales(self, part: str, shape: Any) -> torch.Tensor | None:
+    def scales(self, part: str, shape: Shape) -> torch.Tensor | None:
         """float32 scales of keys ("k") or values ("v") that kernels read, for all layers, or None."""
         return None
 
@@ -115,7 +121,7 @@ class Published(Source):
         dtype: torch.dtype,
         *,
         quantize: Format | None = None,
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, Option] | None = None,
         target: str | None = None,
         report: Report | None = None,
         weight_only: bool = False,
@@ -132,7 +138,7 @@ class Published(Source):
         self.report = report or (lambda name, packed, weight: None)
         self.seen: set[str] = set()
         self.cut_layers = cut_layers
-        self.tuned: Callable[[str, torch.Tensor], Mapping[str, Any]] = lambda name, weight: {}
+        self.tuned: Callable[[str, torch.Tensor], Mapping[str, Option]] = lambda name, weight: {}
 
     def names(self) -> list[str]:
         if self.checkpoint is None:
@@ -209,7 +215,7 @@ class Published(Source):
             raise ArgumentError(name, str(found.dtype), constraint, "get the checkpoint in 16 bits, AWQ or GPTQ")
         return found
 
-    def scales(self, part: str, shape: Any) -> torch.Tensor | None:
+    def scales(self, part: str, shape: Shape) -> torch.Tensor | None:
         """[layers, 1, 1]: a number of each layer, as engines calibrate fp8 caches."""
         root = next((n.partition("layers.0.")[0] for n in self.names() if "layers.0.self_attn." in n), "model.")
         for own in (f"{part}_scale", f"{part}_proj.{part}_scale", f"attn.{part}_scale"):  # ModelOpt's is the second
@@ -230,7 +236,7 @@ class Published(Source):
             return tuple(self.checkpoint.describe(name)[1])
         return tuple(self.read(name).shape)
 
-    def _part(self, name: str, share: Share | None = None) -> Any:
+    def _part(self, name: str, share: Share | None = None) -> Canonical | Floats:
         """Canonical weight of a 4-bit layer, or (weight, bias) of a float one; of a share of its rows or columns."""
         if name in self.layers:
             self.seen.update(self.checkpoint.leaves(name).values())
@@ -258,8 +264,8 @@ class Published(Source):
         return weight, bias
 
     def _made(
-        self, names: Sequence[str], own: str, sizes: Sequence[int] = (), shares: Shares = (), **options: Any
-    ) -> Any:
+        self, names: Sequence[str], own: str, sizes: Sequence[int] = (), shares: Shares = (), **options: Option
+    ) -> Packed | Floats:
         """One packed weight for some layers, of `sizes` outputs each, or (weight, bias) in 16 bits; `options` of its
         quantizer come before those of the source."""
         parts = [self._part(name, share) for name, share in zip(names, shares or (None,) * len(names))]
@@ -324,7 +330,7 @@ class Published(Source):
             made.append(each)
         return Experts.of_packed(*made, activation)
 
-    def _shared_plan(self, experts: Iterable[torch.Tensor]) -> dict[str, Any]:
+    def _shared_plan(self, experts: Iterable[torch.Tensor]) -> dict[str, Option]:
         """The option that experts share: W4Ax's plan, of the largest magnitudes in the columns of their weights."""
         if self.quantize is None or not self.quantize.product.planned or "plan" in self.options:
             return {}
@@ -362,7 +368,7 @@ class Published(Source):
             made.append([packed for packed, _ in pairs])
         return Experts.of_packed(*made, activation)
 
-    def _small(self, name: str, order: str | None, share: Share | None) -> list[Any]:
+    def _small(self, name: str, order: str | None, share: Share | None) -> list[Canonical]:
         """Canonical weights of MXFP4 experts, or what a rank keeps of each."""
         own = {part: f"{name}_{part}" for part in ("blocks", "scales", "bias")}
         tensors = [self.read(each) for each in own.values()]
@@ -376,7 +382,7 @@ class Published(Source):
             half = share.part(experts[0].n // 2)
             return [one.shard(share.rank, share.world, 0, parts=(half, half)) for one in experts]
 
-    def _quantized(self, name: str, order: str | None, share: Share | None) -> list[tuple[Any, torch.Tensor]]:
+    def _quantized(self, name: str, order: str | None, share: Share | None) -> list[tuple[Packed, torch.Tensor]]:
         """(packed, float weight) of each of float experts [E, K, N], or of what a rank keeps of it."""
         values = self.float_of(name).transpose(1, 2)
         bias = self.float_of(f"{name}_bias")
@@ -431,8 +437,13 @@ def _cut_of_experts(name: str, shape: Sequence[int], share: Share | None) -> Cut
 
 
 def quantized(
-    form: Format, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, options: Mapping, target: Any
-) -> Any:
+    form: Format,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    options: Mapping[str, Option],
+    target: str | None,
+) -> Packed:
     """The packed weight of a float one, with what the format wants of a model's dtype."""
     given = dict(options) | ({} if target is None else {"target": target})
     if form.product.codes.symmetric:
@@ -463,7 +474,7 @@ def _float_experts(own: str) -> ArgumentError:
     return ArgumentError("quantize", None, f"the experts of {own} are float, which has no operator", remedy)
 
 
-def _at_one_scale(parts: Sequence[Any], names: Sequence[str]) -> list[Any]:
+def _at_one_scale(parts: Sequence[Canonical], names: Sequence[str]) -> list[Canonical]:
     """W8A8 weights of one input, whose static activations then have the largest scale of theirs, as engines do it.
     No scale is that of unlike zero points: they are refused."""
     scales = {getattr(part, "input_scale", None) for part in parts}
@@ -488,7 +499,7 @@ class Stored(Source):
         super().__init__(device, dtype)
         self.tensors = tensors
 
-    def scales(self, part: str, shape: Any) -> torch.Tensor | None:
+    def scales(self, part: str, shape: Shape) -> torch.Tensor | None:
         return self.read(f"kv.{part}_static") if self.has(f"kv.{part}_static") else None
 
     def vector(self, name: str, own: str) -> torch.Tensor:
@@ -510,7 +521,9 @@ class Stored(Source):
         get = getattr(self.tensors, "shape", None)  # of files, unread
         return get(name) if get is not None else self.tensors[name].shape
 
-    def _packed(self, own: str, dim: int, parts: Callable[[int], Sequence[Part]], share: Share) -> Any:
+    def _packed(
+        self, own: str, dim: int, parts: Callable[[int], Sequence[Part]], share: Share
+    ) -> Packed | GroupedWeight:
         """What a rank keeps of a packed weight, or of experts; `parts` of its size along `dim`."""
         prefix, noted = f"{own}.", f"{own}.weight_format"
         names = [name for name in self.tensors if name.startswith(prefix) and name != noted]

@@ -14,9 +14,10 @@ import sys
 from typing import Any, BinaryIO
 
 HEAD = struct.Struct("<Q")
+Json = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
 
 
-def read(stream: BinaryIO) -> Any:
+def read(stream: BinaryIO) -> Json:
     """The next message, None at the end."""
     head = stream.read(HEAD.size)
     return json.loads(stream.read(*HEAD.unpack(head))) if len(head) == HEAD.size else None

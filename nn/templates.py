@@ -17,11 +17,15 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.worker import search_path
 from terrazzo.nn import foreign, template_child
+from terrazzo.nn.template_child import Json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SECONDS, BYTES, CHARACTERS = 5, 1 << 30, 64 << 20
 """What a template may take: of a core's time, of memory, and of text that it writes."""
@@ -30,7 +34,7 @@ WAIT_S = 60.0
 REMEDY = "pass chat=False, or a tokenizer with another chat template"
 
 
-def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
+def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> str:
     """The text of a chat in the tokenizer's template, with the beginning of the answer.
 
     Raises:
@@ -54,14 +58,14 @@ def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
     return said["text"]
 
 
-def _usual(tokenizer: Any) -> bool:
+def _usual(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether transformers fills in the template of this tokenizer."""
     base = getattr(sys.modules.get("transformers"), "PreTrainedTokenizerBase", None)
     own = getattr(type(tokenizer), "apply_chat_template", None)
     return base is not None and isinstance(tokenizer, base) and own is base.apply_chat_template
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Json:
     """What JSON does not know: mappings, and else the name of a type, as transformers shows it to templates."""
     return dict(value) if isinstance(value, Mapping) else f"<{type(value).__name__}>"
 

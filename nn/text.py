@@ -9,13 +9,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn import foreign, generation, templates
 
-Stream = Callable[[int, str], Any]
+if TYPE_CHECKING:
+    from rich.progress import Progress
+    from terrazzo.nn.generation import CausalModel
+    from transformers import PreTrainedTokenizerBase
+
+Stream = Callable[[int, str], bool | None]
 """Called with the number of a prompt and the next piece of its text. Returning True ends generation."""
+Prompt = str | Sequence[Mapping[str, str]]
+"""A text, or with `chat` messages."""
 ELSEWHERE = {
     "max_tokens": "max_new_tokens", "max_length": "max_new_tokens", "stop_strings": "stop", "stop_token_ids": "stop",
     "do_sample": "temperature", "streamer": "stream", "on_tokens": "stream", "messages": "prompts", "prompt": "prompts",
@@ -89,8 +96,8 @@ class Cut:
 
 
 def generate(
-    model: Any,
-    prompts: Any,
+    model: str | Path | CausalModel,
+    prompts: Prompt | Iterable[Prompt],
     *,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
@@ -100,13 +107,13 @@ def generate(
     repetition_penalty: float = 1.0,
     seed: int | None = None,
     stop: str | Sequence[str] | None = None,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     chat: bool = False,
     stream: bool | Stream = False,
     progress: bool | None = None,
     load: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
-    **unknown: Any,
+    **unknown: object,
 ) -> list[str]:
     """The text that a model writes behind each prompt.
 
@@ -171,7 +178,13 @@ class _Listener:
     """Texts of all sequences, told and counted as their tokens come."""
 
     def __init__(
-        self, tokenizer: Any, count: int, told: Stream | None, bar: Any, most: int, stops: Sequence[str] = ()
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        count: int,
+        told: Stream | None,
+        bar: Progress | None,
+        most: int,
+        stops: Sequence[str] = (),
     ) -> None:
         self.pieces = [Pieces(partial(foreign.text_of, tokenizer)) for _ in range(count)]
         self.cuts = [Cut(stops) for _ in range(count)]
@@ -196,7 +209,7 @@ class _Listener:
         return self.texts
 
 
-def _check_known(unknown: Mapping[str, Any]) -> None:
+def _check_known(unknown: Mapping[str, object]) -> None:
     """Refuse arguments that `generate` does not have."""
     if not unknown:
         return
@@ -207,21 +220,21 @@ def _check_known(unknown: Mapping[str, Any]) -> None:
     raise ArgumentError(name, value, "is no argument of terrazzo.generate", remedy)
 
 
-def _stops(given: Any) -> list[str]:
+def _stops(given: object) -> list[str]:
     found = [] if given is None else [given] if isinstance(given, str) else given
     if not isinstance(found, list | tuple | set) or not all(isinstance(stop, str) and stop for stop in found):
         raise ArgumentError("stop", given, "must be a string that is not empty, or several", 'pass stop=["\\n\\n"]')
     return list(found)
 
 
-def _special(tokenizer: Any, stops: Sequence[str]) -> tuple[list[int], list[str]]:
+def _special(tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> tuple[list[int], list[str]]:
     """Tokens that are named by strings which decoded text leaves out, and the other strings."""
     known = {str(token): number for token, number in getattr(tokenizer, "get_added_vocab", dict)().items()}
     names = set(map(str, getattr(tokenizer, "all_special_tokens", ()))) & set(known)
     return [known[stop] for stop in stops if stop in names], [stop for stop in stops if stop not in names]
 
 
-def _texts(given: Any, chat: bool) -> list[Any]:
+def _texts(given: object, chat: bool) -> list[Prompt]:
     """One text, or with `chat` one list of messages, for each sequence."""
     messages = lambda it: (
         isinstance(it, Sequence)
@@ -242,7 +255,7 @@ def _texts(given: Any, chat: bool) -> list[Any]:
     return found
 
 
-def _tokens(tokenizer: Any, text: Any, chat: bool) -> list[int]:
+def _tokens(tokenizer: PreTrainedTokenizerBase, text: Prompt, chat: bool) -> list[int]:
     if chat:
         messages = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
         text = templates.chat_text(tokenizer, messages)
@@ -257,7 +270,7 @@ def _tokens(tokenizer: Any, text: Any, chat: bool) -> list[int]:
     return found
 
 
-def _ends(model: Any, tokenizer: Any) -> list[int]:
+def _ends(model: CausalModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """End tokens of the generation config; of the tokenizer, where there are none but those of the config's class."""
     stated = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     own = getattr(tokenizer, "eos_token_id", None)
@@ -267,8 +280,12 @@ def _ends(model: Any, tokenizer: Any) -> list[int]:
 
 
 def _both(
-    model: Any, tokenizer: Any, load: Mapping[str, Any] | None, bar: Any, trust_remote_code: bool
-) -> tuple[Any, Any]:
+    model: str | Path | CausalModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    load: Mapping[str, Any] | None,
+    bar: Progress | None,
+    trust_remote_code: bool,
+) -> tuple[CausalModel, PreTrainedTokenizerBase]:
     """The model and its tokenizer, read from the folder where they are not given."""
     folder = model if isinstance(model, str | Path) else getattr(model, "name_or_path", None)
     if isinstance(model, str | Path):
@@ -292,7 +309,7 @@ def _both(
     return model, tokenizer
 
 
-def _bar(stack: ExitStack) -> Any:
+def _bar(stack: ExitStack) -> Progress:
     """A bar on stderr, on a terminal gone when the stack is."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from terrazzo.lowering.errors import ArgumentError
@@ -11,6 +11,9 @@ from terrazzo.nn.generation import DecodeStep
 from terrazzo.ops.attention import CacheFullError
 from terrazzo.ops.attention.kv_cache import Batch, KVCache
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+if TYPE_CHECKING:
+    from terrazzo.nn.generation import CausalModel
 
 PAGE = 128
 """Tokens of a page of the caches that models make."""
@@ -36,10 +39,10 @@ class PagedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         return None
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> NoReturn:
         raise ArgumentError("past_key_values", "update", "stores keys and values itself", "use it with its own model")
 
-    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
         return self.owner.columns + int(query_length), 0
 
     def get_seq_length(self) -> int:
@@ -71,7 +74,7 @@ class PagedCache(Cache):
         columns: of the padded batch so far.
     """
 
-    def __init__(self, kv: KVCache, layers: list[Any], batch: int, whole: bool = False) -> None:
+    def __init__(self, kv: KVCache, layers: list[PagedLayer], batch: int, whole: bool = False) -> None:
         self.kv, self.columns, self.whole = kv, 0, whole
         self.sequences = [kv.new() for _ in range(batch)]
         self.counted: list[tuple[int, torch.Tensor | None]] = []  # columns in turn, and which of them are no padding
@@ -190,7 +193,7 @@ class PagedCache(Cache):
         self.counted = [(columns, pick(mask)) for columns, mask in self.counted]
         self.changed()
 
-    def offload(self, *args: Any, **kwargs: Any) -> None:
+    def offload(self, *args: object, **kwargs: object) -> None:
         """Refused: pages stay where kernels read them."""
         raise ArgumentError("offload", type(self).__name__, "stays on its device", 'load the model with kv="int4"')
 
@@ -225,7 +228,7 @@ class TerrazzoCache(PagedCache):
         self.note(columns, mask)
         return batch
 
-    def step(self, model: Any, tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor | None:
+    def step(self, model: CausalModel, tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor | None:
         """Hidden states [B, hidden] of one more token of each sequence, [B]; None where steps cannot be captured.
 
         Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from terrazzo.lowering import graphs
@@ -23,6 +23,13 @@ from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache
 from transformers.generation import LogitsProcessor
 from transformers.modeling_outputs import MoeModelOutputWithPast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import GenerationConfig, PretrainedConfig
+    from transformers.generation.configuration_utils import GenerationMode
+    from transformers.generation.utils import GenerateOutput
 
 REFUSED = ("output_hidden_states", "output_attentions", "output_router_logits")
 """What transformers' models return on demand, and these do not keep."""
@@ -49,7 +56,7 @@ class Body(nn.Module):
         shape: Shape,
         formats: tuple[str, str],
         max_tokens: int,
-        config: Any = None,
+        config: PretrainedConfig | None = None,
         static: tuple[torch.Tensor | None, ...] = (None, None),
         ranks: TensorParallel | None = None,
     ) -> None:
@@ -76,11 +83,11 @@ class Body(nn.Module):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Any = None,
+        past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
-        cache: Any = None,
-        **kwargs: Any,
+        cache: Cache | None = None,
+        **kwargs: object,
     ) -> MoeModelOutputWithPast:
         """Hidden states [B, T, hidden] of the newest T columns of a padded batch; padding gets zeros.
 
@@ -152,7 +159,7 @@ class Body(nn.Module):
             raise ArgumentError(name, f"on {given.device}", f"the model is on {weight.device}", "move one of them")
         return given.long() if tokens is not None else given.to(weight.dtype)
 
-    def _cache(self, given: Any, rows: int, columns: int, use_cache: bool | None) -> TerrazzoCache:
+    def _cache(self, given: Cache | None, rows: int, columns: int, use_cache: bool | None) -> TerrazzoCache:
         if isinstance(given, TerrazzoCache):
             if len(given.sequences) != rows:
                 seen = f"{rows} rows beside {len(given.sequences)} sequences"
@@ -165,14 +172,14 @@ class Body(nn.Module):
         return TerrazzoCache(self.new_cache(rows, tokens), rows, whole=True)
 
 
-def is_integer(given: Any) -> bool:
+def is_integer(given: object) -> bool:
     """Whether it is a tensor of whole numbers."""
     return isinstance(given, torch.Tensor) and not (
         given.is_floating_point() or given.is_complex() or given.dtype == torch.bool or given.is_quantized
     )
 
 
-def described(given: Any) -> str:
+def described(given: object) -> str:
     """Dtype and shape of a tensor, or the name of another object's type."""
     return f"{given.dtype} {list(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
 
@@ -243,10 +250,10 @@ class Causal:
         """Tokens that a sequence may have, None where the config does not say."""
         return self.model.shape.positions
 
-    assumed_end: Any = None
+    assumed_end: int | list[int] | None = None
     """End token of the generation config that only the config's class names; None where the checkpoint states one."""
 
-    def generate(self, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> torch.Tensor | GenerateOutput:
         """transformers' generate, for prompts that are padded on the left.
 
         Raises:
@@ -290,8 +297,9 @@ class Causal:
         return made
 
     def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict, generation_mode: Any, batch_size: int, max_cache_length: int
-    ) -> Any:
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], generation_mode: GenerationMode,
+        batch_size: int, max_cache_length: int,
+    ) -> Cache | None:  # fmt: skip
         """transformers' hook: caches that it makes have what a call needs. Without it they begin with `max_tokens`."""
         generation_config.cache_implementation = None  # ours serves in the place of each
         made = super()._prepare_cache_for_generation(
@@ -306,7 +314,7 @@ class Causal:
                 model_kwargs[name] = TerrazzoCache(self.new_cache(rows, max_cache_length + 1), rows, whole=True)
         return made
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Causal:
         made = fn(torch.empty(0, dtype=torch.float16)).dtype
         if made not in (torch.float16, torch.bfloat16):
             seen, constraint = (
@@ -316,7 +324,7 @@ class Causal:
             raise ArgumentError("dtype", seen, constraint, "cast what the model gives, or load the float model")
         return super()._apply(fn, recurse)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in _HOOKS:
             constraint = "would keep weights elsewhere, and kernels read them where they are"
             raise ArgumentError(
@@ -324,7 +332,9 @@ class Causal:
             )
         super().__setattr__(name, value)
 
-    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, *args: object, **kwargs: object
+    ) -> nn.Embedding:
         """The embedding, whose number of tokens is fixed.
 
         Raises:
@@ -338,7 +348,7 @@ class Causal:
             )
         return self.model.embed_tokens
 
-    def set_input_embeddings(self, value: Any) -> None:
+    def set_input_embeddings(self, value: nn.Module) -> None:
         """Refused but for the model's own embedding: forward reads the decoder's.
 
         Raises:
@@ -349,7 +359,7 @@ class Causal:
             remedy = "copy numbers into get_input_embeddings().weight, or set it in the float model and quantize that"
             raise ArgumentError("value", type(value).__name__, constraint, remedy)
 
-    def save_pretrained(self, save_directory: str | Path, max_shard_size: str = "5GB", **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: str | Path, max_shard_size: str = "5GB", **kwargs: object) -> None:
         """Write packed weights as they are, config and generation config: a folder that `terrazzo.load` reads.
 
         Tokenizer, chat template and the like are copied from the folder that the model was loaded from
@@ -381,12 +391,14 @@ class Causal:
 class _Draws(TorchFunctionMode):
     """Inside, tokens are drawn while no other thread captures a graph: see `graphs.lock`."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         with graphs.lock if func is torch.multinomial else nullcontext():
             return func(*args, **(kwargs or {}))
 
 
-def _brief(value: Any) -> Any:
+def _brief(value: object) -> int | str:
     """A value, or the name of an object's type."""
     return value if isinstance(value, int | str) else type(value).__name__
 
@@ -413,7 +425,7 @@ class _Finite(LogitsProcessor):
         return [] if self.failed is None else self.failed.nonzero()[:, 0].tolist()
 
 
-def _rows(name: str, tokens: Any, full: bool) -> torch.Tensor:
+def _rows(name: str, tokens: torch.Tensor, full: bool) -> torch.Tensor:
     """int64 [B, T] of any whole numbers; with embeddings beside them, not `full`, there may be none."""
     if not is_integer(tokens) or tokens.dim() != 2 or not len(tokens) or (full and not tokens.shape[1]):
         remedy = "tokenizer(texts, return_tensors='pt').input_ids is such; terrazzo.generate takes texts"
@@ -422,7 +434,7 @@ def _rows(name: str, tokens: Any, full: bool) -> torch.Tensor:
     return tokens.long()
 
 
-def _new_tokens(stated: Any, asked: dict[str, Any], columns: int) -> int:
+def _new_tokens(stated: GenerationConfig, asked: dict[str, Any], columns: int) -> int:
     """How many tokens transformers' generate makes at most, by a generation config and what a call asks for."""
     for source in (asked.get, lambda name: getattr(stated, name, None)):
         if (new := source("max_new_tokens")) is not None:
