@@ -20,7 +20,7 @@ import re
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from terrazzo.lowering.errors import ArgumentError, ToolchainError
 
@@ -58,11 +58,17 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING  # noqa: E402
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
 
+if TYPE_CHECKING:
+    from terrazzo.nn.causal import Causal
+    from transformers import PretrainedConfig, PreTrainedModel
+
 __all__ = [
     "PUBLISHED", "FunctionCache", "TerrazzoConfig", "TerrazzoQuantizer", "config_of", "new_cache", "pack", "register",
     "take_over",
 ]  # fmt: skip
 
+Place = str | int | torch.device
+Option = str | int | tuple[str, str] | list[str] | Mapping[str, Any] | None
 PUBLISHED = ("awq", "compressed-tensors", "gptq")
 """`quant_method` of folders that `take_over` can take."""
 
@@ -94,7 +100,7 @@ class TerrazzoConfig(QuantizationConfigMixin):
         max_tokens: int | None = None,
         version: int | None = None,
         quant_method: str = METHOD,
-        **published: Any,
+        **published: object,
     ) -> None:
         if published and quant_method == METHOD:
             known = "quantize, kv, format, options, target, max_tokens"
@@ -122,13 +128,13 @@ class TerrazzoQuantizer(HfQuantizer):
 
     requires_calibration = False
 
-    def __init__(self, quantization_config: TerrazzoConfig, **kwargs: Any) -> None:
+    def __init__(self, quantization_config: TerrazzoConfig, **kwargs: object) -> None:
         super().__init__(quantization_config, **kwargs)
-        self.device: Any = None
+        self.device: torch.device | None = None
         self.dtype: torch.dtype | None = None
         self.folder: Path | None = None
 
-    def update_device_map(self, device_map: Any) -> None:
+    def update_device_map(self, device_map: Place | dict[str, Place] | None) -> None:
         """One device; transformers itself moves nothing."""
         places = list(dict.fromkeys(device_map.values())) if isinstance(device_map, dict) else [device_map]
         if len(places) != 1 or places[0] in ("disk", "meta"):
@@ -142,7 +148,9 @@ class TerrazzoQuantizer(HfQuantizer):
         self.dtype = dtype if dtype in (torch.float16, torch.bfloat16) else None
         return self.dtype or torch.float16
 
-    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: object
+    ) -> None:
         if not checkpoint_files:
             remedy = "pass a folder to from_pretrained, or the tensors to terrazzo.load"
             raise ArgumentError("state_dict", None, "is not read by this quantizer, which needs files", remedy)
@@ -156,7 +164,7 @@ class TerrazzoQuantizer(HfQuantizer):
         held = model._keys_to_ignore_on_load_unexpected  # a list or a set, by release
         model._keys_to_ignore_on_load_unexpected = [".*"] if held is None else type(held)([".*"])
 
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: object) -> Causal:
         from terrazzo.nn.loading import load
         from terrazzo.nn.reading import name_ends, weights_name
 
@@ -175,7 +183,7 @@ class TerrazzoQuantizer(HfQuantizer):
         stated.version, stated.kv = VERSION, list(made.model.formats)
         return model
 
-    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+    def is_serializable(self, *args: object, **kwargs: object) -> bool:
         """True: the model's `save_pretrained` writes packed weights."""
         return True
 
@@ -190,7 +198,7 @@ class TerrazzoQuantizer(HfQuantizer):
         return False
 
 
-def _device(found: Any) -> torch.device:
+def _device(found: Place) -> torch.device:
     return torch.device("cuda", found) if type(found) is int else torch.device(found)
 
 
@@ -215,7 +223,7 @@ def register() -> None:
     functions.register()
 
 
-def take_over(*methods: str, **options: Any) -> None:
+def take_over(*methods: str, **options: Option) -> None:
     """Have `from_pretrained` load published 4-bit folders as Terrazzo models from now on, in this process.
 
     Args:
@@ -231,7 +239,9 @@ def take_over(*methods: str, **options: Any) -> None:
 
     class Taken(TerrazzoConfig):
         @classmethod
-        def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        def from_dict(
+            cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: object
+        ) -> TerrazzoConfig | tuple[TerrazzoConfig, dict[str, object]]:
             made = TerrazzoConfig(**options)
             return (made, kwargs) if return_unused_kwargs else made
 
@@ -239,7 +249,7 @@ def take_over(*methods: str, **options: Any) -> None:
         AUTO_QUANTIZATION_CONFIG_MAPPING[method] = Taken
 
 
-def config_of(folder: str | Path, trust_remote_code: bool = False) -> Any:
+def config_of(folder: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
     """transformers config of a folder without its quantization config, which `from_pretrained` prefers to yours.
 
     from_pretrained(folder, config=config_of(folder), quantization_config=TerrazzoConfig(kv="int8"))

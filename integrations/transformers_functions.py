@@ -13,7 +13,7 @@ ones. Padding takes no room in the cache.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from terrazzo.lowering.errors import ArgumentError
@@ -31,6 +31,10 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+if TYPE_CHECKING:
+    from terrazzo.nn.joined import Option
+    from transformers import PreTrainedModel
+
 NAME = "terrazzo"
 SKIPPED = ("lm_head", "gate", "router", "embed_out")
 """Ends of names of linear layers that `pack` leaves as they are: heads and routers."""
@@ -46,7 +50,9 @@ class FunctionLayer(PagedLayer):
         super().__init__(owner)
         self.index = index
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The new keys and values alone."""
         key_states = key_states.view(key_states.shape)  # an object of its own
         setattr(key_states, _LAYER, self)
@@ -87,7 +93,9 @@ class FunctionCache(PagedCache):
         return self.batch
 
 
-def new_cache(model: Any, batch: int, tokens: int, kv: Any = None) -> FunctionCache:
+def new_cache(
+    model: PreTrainedModel, batch: int, tokens: int, kv: str | tuple[str, str] | None = None
+) -> FunctionCache:
     """A cache for a transformers model whose attention implementation is "terrazzo".
 
     Args:
@@ -127,7 +135,7 @@ def attention_function(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention [B, T, H, D] of new tokens [B, H, T, D] over the cache that has seen their keys.
 
@@ -167,7 +175,7 @@ def attention_function(
     return y.new_zeros(rows, width, heads, dim).masked_scatter_(mask[..., None, None], y), None
 
 
-def mask_function(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
+def mask_function(*args: object, attention_mask: torch.Tensor | None = None, **kwargs: object) -> torch.Tensor | None:
     """The padding mask as it is: causality and windows are the attention function's own."""
     if kwargs.get("allow_is_causal_skip") is False:
         constraint = "is more than causal attention with padding (packed sequences, or a model's own mask)"
@@ -204,7 +212,7 @@ def experts_function(
     return moe.combine(y, routing, top_k_weights).to(x.dtype)
 
 
-def pack(model: nn.Module, format: str | Format, *, skip: tuple[str, ...] = SKIPPED, **options: Any) -> int:
+def pack(model: nn.Module, format: str | Format, *, skip: tuple[str, ...] = SKIPPED, **options: Option) -> int:
     """Quantize the linear layers and experts of a transformers model in place; how many modules.
 
     Experts of models that take `experts_implementation` become "terrazzo"; float weights are freed one after another.
@@ -236,7 +244,7 @@ def pack(model: nn.Module, format: str | Format, *, skip: tuple[str, ...] = SKIP
     return count
 
 
-def _pack_experts(name: str, module: nn.Module, form: Format, options: dict[str, Any]) -> None:
+def _pack_experts(name: str, module: nn.Module, form: Format, options: dict[str, Option]) -> None:
     if getattr(module, "has_post_expert_norm", False) or getattr(module, "_is_expert_parallel", False):
         constraint = "has a norm behind each expert, or experts on other ranks"
         raise ArgumentError(name, type(module).__name__, constraint, "leave it out: skip=")

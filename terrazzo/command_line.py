@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from typing import Any
 
 import click
 from terrazzo.lowering import errors
@@ -67,7 +66,7 @@ def shown(value: object) -> str:
 class Command(click.Command):
     """A verb whose errors name its options."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
         except ArgumentError as error:
@@ -80,7 +79,9 @@ class Group(click.Group):
     command_class = Command
     group_class = type
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
             hint = did_you_mean(args[0], self.list_commands(ctx))
             ctx.fail(f"No such command {args[0]!r}: {hint}{ctx.command_path} has {', '.join(self.list_commands(ctx))}")
@@ -90,7 +91,7 @@ class Group(click.Group):
 class Number(click.FloatRange):
     """A float between two bounds, which NaN is not."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
         found = super().convert(value, param, ctx)
         return found if not math.isnan(found) else self.fail(f"{value!r} is no number", param, ctx)
 
@@ -103,7 +104,7 @@ class Shape(click.ParamType):
 
     name = "NxK"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
         if isinstance(value, tuple):
             return value
         found = re.fullmatch(r"\s*(\d{1,18})\s*[xX,]\s*(\d{1,18})\s*", value, re.ASCII)
@@ -117,7 +118,7 @@ class Counts(click.ParamType):
 
     name = "M,M,..."
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return value
         parts = [part.strip() for part in value.split(",")]
@@ -134,7 +135,7 @@ class TargetName(click.ParamType):
     def __init__(self, auto: bool = False, only_arch: bool = False) -> None:
         self.auto, self.only_arch = auto, only_arch
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
         from terrazzo.lowering.targets import CAPABILITIES, TARGET_NAMES, Target
 
         if self.auto and value == "auto":
@@ -158,7 +159,7 @@ class Targets(TargetName):
 
     name = "TARGET,TARGET,..."
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
         if isinstance(value, tuple):
             return value
         named = list(filter(None, map(str.strip, value.split(","))))
@@ -175,7 +176,7 @@ class Dtype(click.ParamType):
     def __init__(self, *allowed: str) -> None:
         self.allowed = {short: _DTYPES[short] for short in allowed}
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
         known = {**self.allowed, **{name: name for name in self.allowed.values()}}
         if value not in known:
             self.fail(f"{brief(value)} is no dtype here: use {' or '.join(self.allowed)}", param, ctx)
@@ -194,7 +195,7 @@ class Formats(click.ParamType):
     def __init__(self, none: bool = False) -> None:
         self.none = none
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
         from terrazzo.ops.attention.pairs import pair_of
         from terrazzo.ops.formats.kv import FORMATS
 
@@ -218,10 +219,10 @@ _DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 class Choice(click.ParamType):
     """One of some names that are looked up when an argument is read."""
 
-    def __init__(self, what: str, known: Any) -> None:
+    def __init__(self, what: str, known: Iterable[str]) -> None:
         self.name, self.what, self.known = what.split()[0], what, known
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
         known = list(self.known())
         if value not in known:
             hint = did_you_mean(value, known)

@@ -64,7 +64,7 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
     default=None,
     help="Put the prompt into the chat template, or not. Default: where the folder has one.",
 )
-def generate(folder: Path, prompt: str, chat: bool | None, **options: Any) -> None:
+def generate(folder: Path, prompt: str, chat: bool | None, **options: object) -> None:
     """Print what the model in FOLDER writes after PROMPT, while it comes. PROMPT - reads standard input."""
     prompt = sys.stdin.read() if prompt == "-" else prompt
     answer, template = _model(folder, options)
@@ -74,7 +74,7 @@ def generate(folder: Path, prompt: str, chat: bool | None, **options: Any) -> No
 @click.command(cls=Command)
 @_options
 @click.option("--system", help="A first message that says how to answer.")
-def chat(folder: Path, system: str | None, **options: Any) -> None:
+def chat(folder: Path, system: str | None, **options: object) -> None:
     """Talk with the model in FOLDER: a line is a message. /new begins again, /exit or Ctrl-D ends it."""
     from terrazzo.lowering.errors import ArgumentError
 
@@ -124,7 +124,7 @@ def _model(folder: Path, options: dict[str, Any], talks: bool = False) -> tuple[
     stop = list(options["stop"]) or None
     made = functools.partial(generate, model, tokenizer=tokenizer, stream=True, stop=stop, **sampling)
 
-    def answer(prompt: Any, chat: bool) -> str:
+    def answer(prompt: str | list[dict[str, str]], chat: bool) -> str:
         seed = secrets.randbelow(1 << 31) if options["seed"] is None else options["seed"]  # torch's own is always alike
         return made(prompt, chat=chat, seed=seed)[0]
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 from terrazzo.command_line import TRUST, Command, Formats, TargetName
 from terrazzo.console import json_option, layers_progress, print_json, print_table
+
+if TYPE_CHECKING:
+    import torch
 
 MOST_TOKENS = 1 << 22
 LETTERS = 32
@@ -88,7 +91,7 @@ def _is_given(name: str) -> bool:
     return click.get_current_context().get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
 
 
-def _tokens_of(folder: Path, path: Path, most: int, trust_remote_code: bool) -> Any:
+def _tokens_of(folder: Path, path: Path, most: int, trust_remote_code: bool) -> torch.Tensor:
     """Token numbers [sequences, length] of a text file by the model's tokenizer."""
     import torch
     from terrazzo.lowering import data_files

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from terrazzo.autotune.database import Best, Database
     from terrazzo.autotune.jobs import Job
     from terrazzo.autotune.runner import Progress, Summary
+    from terrazzo.lowering.targets import Target
 
 _STATUS_S = 30.0  # between two lines that only say how far a job is, where there is no terminal
 
@@ -114,7 +115,7 @@ def run_command(
     dry_run: bool,
     database: Path | None,
     as_json: bool,
-    **scalars: Any,
+    **scalars: object,
 ) -> None:
     """Measure schedules and keep every trial. Ctrl-C keeps what was measured; --resume goes on."""
     from terrazzo.autotune import jobs
@@ -204,7 +205,7 @@ def _gpu_count() -> int:
     return max(1, sum(line.startswith("GPU ") for line in said.splitlines()))
 
 
-def _show_preview(job: Job, target: Any, rows: list[dict[str, Any]], as_json: bool) -> None:
+def _show_preview(job: Job, target: Target, rows: list[dict[str, object]], as_json: bool) -> None:
     if as_json:
         return print_json({"target": target.arch, "gpu": target.name, "strategy": job.strategy, "problems": rows})
     columns = ("op", "problem", "M", "schedules", "trials", "heuristic us", "best us", "bound", "bound us")
@@ -412,7 +413,7 @@ def explain_command(
     dtype: str,
     target: str | None,
     as_json: bool,
-    **named: Any,
+    **named: object,
 ) -> None:
     """Which tuned record an operator takes, or why it takes its heuristic."""
     from terrazzo.autotune import jobs

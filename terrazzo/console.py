@@ -32,7 +32,7 @@ def console(stderr: bool = False) -> Console:
     return Console(file=stream, width=width, highlight=False, soft_wrap=False)
 
 
-def print_json(data: Any) -> None:
+def print_json(data: object) -> None:
     click.echo(json.dumps(data, indent=2, sort_keys=False, default=str))
 
 
@@ -75,7 +75,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], below: Se
     return None
 
 
-def cell(value: Any) -> str:
+def cell(value: object) -> str:
     """A value as a table shows it."""
     if value is None:
         return "-"

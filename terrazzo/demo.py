@@ -17,6 +17,11 @@ from terrazzo.console import console, print_table, size
 from terrazzo.lowering.errors import CompileError
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
+    from terrazzo.layouts.converters.base import Converter
+    from terrazzo.lowering.request import KernelRequest
+    from terrazzo.lowering.targets import Target
     from terrazzo.ops.weight_only.integers import PackedWeight, QuantizedWeight
 
 TARGETS = ("sm_80", "sm_89", "sm_90a")
@@ -123,7 +128,7 @@ def _pack(stage: _Stage, weight: QuantizedWeight) -> PackedWeight:
     return packed
 
 
-def _positions(convert: Any) -> str:
+def _positions(convert: Converter) -> str:
     elements = range(32 // convert.operand_bits)
     return " ".join(",".join(str(convert.pos(o, e)) for e in elements) for o in range(convert.outputs))
 
@@ -185,7 +190,7 @@ def _compile(stage: _Stage, weight: QuantizedWeight, targets: Sequence[Any]) -> 
                     stage.say(str(outcome))
 
 
-def _requests(w4a16: Any, weight: QuantizedWeight, target: Any) -> list[Any]:
+def _requests(w4a16: ModuleType, weight: QuantizedWeight, target: Target) -> list[KernelRequest]:
     scales = str(weight.scales.dtype).removeprefix("torch.")
     return list(
         dict.fromkeys(
@@ -239,5 +244,5 @@ def _run_on_gpu(stage: _Stage, weight: QuantizedWeight) -> None:
             print_table(("   M", "terrazzo", "cuBLAS f16", ""), rows)
 
 
-def _quiet_compile(stage: _Stage) -> Any:
+def _quiet_compile(stage: _Stage) -> Iterator[None]:
     return lambda requests: compile_with_progress(requests, quiet=stage.quiet)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
@@ -284,7 +284,7 @@ class Layer:
 
     def __init__(self, kind: Kind, scale: float, sinks: torch.Tensor | None = None) -> None:
         self.kind, self.scale, self.sinks = kind, scale, sinks
-        self._seen: tuple[Any, ...] = ()
+        self._seen: tuple[int | torch.Size | tuple[int, ...], ...] = ()
         self._cache: PackedCache | None = None
 
     def cache(self, kv_cache: torch.Tensor) -> PackedCache:

@@ -7,7 +7,7 @@ belongs to a layer, and a builder makes the metadata of a step for layers that s
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from terrazzo.integrations.engines import attention as core
@@ -26,6 +26,12 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
 
 def speculated() -> int:
     """Tokens that the engine speculates for a sequence in a step."""
@@ -33,7 +39,7 @@ def speculated() -> int:
     return getattr(config, "num_speculative_tokens", None) or 0
 
 
-def page_of(config: Any) -> int:
+def page_of(config: VllmConfig | None) -> int:
     """Tokens of a page as far as is known before pages are there: what the user said, or what we ask for."""
     cache = getattr(config, "cache_config", None)
     return cache.block_size if getattr(cache, "user_specified_block_size", False) else core.PAGE
@@ -61,7 +67,7 @@ class Backend(AttentionBackend):
         return Builder
 
     @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[MultipleOf]:
+    def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[MultipleOf]:
         return [MultipleOf(16)]
 
     @classmethod
@@ -81,7 +87,7 @@ class Backend(AttentionBackend):
         return True
 
     @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
         return VLLM.declined_here(VLLM.settings()) is None
 
     @classmethod
@@ -95,7 +101,7 @@ class Backend(AttentionBackend):
         has_sink: bool,
         use_sparse: bool,
         use_mm_prefix: bool,
-        device_capability: Any,
+        device_capability: DeviceCapability,
     ) -> str | None:
         """The reason in words, also where no kernel could be had."""
         how = VLLM.settings()
@@ -135,7 +141,7 @@ class Implementation(AttentionImpl):
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
-        **more: Any,
+        **more: object,
     ) -> None:
         remedy = "leave out --attention-backend CUSTOM"
         for name, value in more.items():
@@ -182,7 +188,12 @@ class Implementation(AttentionImpl):
         self.layer.forget()
 
     def do_kv_cache_update(
-        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
     ) -> None:
         """Quantize new tokens into their slots; a run without a cache measures memory alone."""
         if kv_cache.numel():
@@ -190,7 +201,7 @@ class Implementation(AttentionImpl):
 
     def forward(
         self,
-        layer: Any,
+        layer: torch.nn.Module,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -219,13 +230,15 @@ class Builder(AttentionMetadataBuilder[Step]):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
     @classmethod
-    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
         """Graphs of speculated rows, too, as far as kernels decode that many."""
         config = vllm_config.speculative_config
         rows = 1 + (getattr(config, "num_speculative_tokens", None) or 0)
         return cls._cudagraph_support if rows <= core.MOST_ROWS else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.reorder_batch_threshold = min(self.reorder_batch_threshold or 1, core.MOST_ROWS)
@@ -237,7 +250,9 @@ class Builder(AttentionMetadataBuilder[Step]):
                 how = layers[layer_names[0]].impl.how
                 VLLM.hold_attention(kind, how, vllm_config.scheduler_config.max_num_seqs, device)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Step:
         found = common_attn_metadata
         return core.step_of(
             self.kind, found.query_start_loc, found.query_start_loc_cpu.tolist(), found.seq_lens,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from terrazzo.integrations.vllm import attention
 from terrazzo.integrations.vllm.names import CACHES, OWN_CACHE
 from vllm.v1.kv_cache_interface import KVQuantMode
 from vllm.v1.kv_cache_layout import KVCacheLayout
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import AttentionSpec
 
 NAMES = {
     (KVQuantMode.INT8_PER_TOKEN_HEAD, torch.int8): "int8_per_token_head",
@@ -25,7 +28,7 @@ class TerrazzoBackend(attention.Backend):
     supported_kv_cache_dtypes: ClassVar[list[str]] = [*attention.Backend.supported_kv_cache_dtypes, OWN_CACHE]
 
     @classmethod
-    def customize_spec(cls, spec: Any) -> Any:
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         name = NAMES.get((spec.kv_quant_mode, spec.dtype))
         if spec.state_content_bytes is not None or name is None:
             return spec

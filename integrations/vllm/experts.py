@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from terrazzo.integrations.engines import kernels, weights
@@ -27,6 +27,11 @@ from vllm.model_executor.layers.quantization import (
 )
 from vllm.model_executor.utils import set_weight_attrs
 
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationArgs
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+
 ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_tanh"}
 """vLLM's name of a gated activation -> key of `nn.glue.ACTIVATIONS`."""
 
@@ -34,13 +39,13 @@ ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_tanh"}
 class TerrazzoExpertsMethod(FusedMoEMethodBase):
     """Experts without expert parallelism; shared experts, routing and the sum over ranks stay vLLM's."""
 
-    def __init__(self, moe: Any, form: Form, how: Settings) -> None:
+    def __init__(self, moe: FusedMoEConfig, form: Form, how: Settings) -> None:
         super().__init__(moe)
         self.form, self.how = form, how
         self.experts: Experts | None = None
 
     @staticmethod
-    def wanted(moe: Any, form: Form) -> tuple[Wanted, Wanted]:
+    def wanted(moe: FusedMoEConfig, form: Form) -> tuple[Wanted, Wanted]:
         """(gate and up, down) of this rank."""
         sizes = (moe.hidden_dim, moe.intermediate_size_per_partition, moe.intermediate_size, moe.num_local_experts)
         return form.wanted(*sizes, str(moe.in_dtype).removeprefix("torch."))
@@ -52,14 +57,14 @@ class TerrazzoExpertsMethod(FusedMoEMethodBase):
         hidden_size: int,
         intermediate_size_per_partition: int,
         params_dtype: torch.dtype,
-        **attributes: Any,
+        **attributes: object,
     ) -> None:
         """Parameters with the names and sides of the checkpoint, which vLLM's loader fills."""
         form, inner = self.form, intermediate_size_per_partition
         scale = FusedMoeWeightScaleSupported.CHANNEL if form.group_size == -1 else FusedMoeWeightScaleSupported.GROUP
         loads = dict(attributes, is_transposed=form.turned, quant_method=scale.value)
 
-        def add(name: str, shape: tuple[int, ...], dtype: torch.dtype, marks: dict[str, Any]) -> None:
+        def add(name: str, shape: tuple[int, ...], dtype: torch.dtype, marks: dict[str, object]) -> None:
             made = torch.nn.Parameter(torch.zeros(num_experts, *shape, dtype=dtype), requires_grad=False)
             layer.register_parameter(name, made)
             set_weight_attrs(made, marks)
@@ -122,7 +127,7 @@ class TerrazzoExpertsMethod(FusedMoEMethodBase):
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         """Of vLLM's modular kernels, which are not used."""
 
-    def maybe_make_prepare_finalize(self, routing_tables: Any = None) -> None:
+    def maybe_make_prepare_finalize(self, routing_tables: tuple | None = None) -> None:
         """Of vLLM's modular kernels, which are not used."""
 
     def apply(
@@ -131,7 +136,7 @@ class TerrazzoExpertsMethod(FusedMoEMethodBase):
         x: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
-        shared_experts: Any = None,
+        shared_experts: torch.nn.Module | None = None,
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return routed(self.experts, x, topk_ids, topk_weights)
@@ -182,7 +187,7 @@ def refusal(layer: RoutedExperts, form: Form, how: Settings) -> str | None:
     return next((reason for reason in found if reason is not None), None)
 
 
-def method_for(layer: Any, form: Form | None, prefix: str) -> TerrazzoExpertsMethod | None:
+def method_for(layer: torch.nn.Module, form: Form | None, prefix: str) -> TerrazzoExpertsMethod | None:
     """Ours for a layer of experts in a known form, None for all others."""
     if form is None or not isinstance(layer, RoutedExperts):
         return None
@@ -195,21 +200,21 @@ def method_for(layer: Any, form: Form | None, prefix: str) -> TerrazzoExpertsMet
     return TerrazzoExpertsMethod(layer.moe_config, form, how)
 
 
-def form_of_awq(config: Any, layer: Any, prefix: str) -> Form | None:
+def form_of_awq(config: QuantizationConfig, layer: torch.nn.Module, prefix: str) -> Form | None:
     """What an AWQ config says of a layer of experts, None where it says nothing that we read."""
     if any(name in prefix for name in getattr(config, "modules_to_not_convert", None) or []):
         return None
     return Form("awq", config.group_size, config.zero_point) if config.weight_bits == 4 else None
 
 
-def form_of_gptq(config: Any, layer: Any, prefix: str) -> Form | None:
+def form_of_gptq(config: QuantizationConfig, layer: torch.nn.Module, prefix: str) -> Form | None:
     """What a GPTQ config says; other settings for single layers (`dynamic`) and act-order are vLLM's."""
     if config.dynamic or config.desc_act or getattr(config, "weight_bits", 0) != 4 or not config.is_sym:
         return None
     return Form("gptq", config.group_size)
 
 
-def form_of_compressed_tensors(config: Any, layer: Any, prefix: str) -> Form | None:
+def form_of_compressed_tensors(config: QuantizationConfig, layer: torch.nn.Module, prefix: str) -> Form | None:
     """What a compressed-tensors config says, the same of gate, up and down."""
     config._add_fused_moe_to_target_scheme_map()
     schemes = [config.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in ("gate_proj", "up_proj", "down_proj")]
@@ -231,7 +236,8 @@ def form_of_compressed_tensors(config: Any, layer: Any, prefix: str) -> Form | N
     return Form(kind, stored.group_size or -1, not stored.symmetric, reads)
 
 
-FORMS: dict[str, Callable[[Any, Any, str], Form | None]] = {
+FormOf = Callable[["QuantizationConfig", torch.nn.Module, str], Form | None]
+FORMS: dict[str, FormOf] = {
     "awq": form_of_awq,
     "gptq": form_of_gptq,
     "compressed-tensors": form_of_compressed_tensors,
@@ -251,13 +257,13 @@ def register() -> None:
             register_quantization_config(name)(asking)
 
 
-def _asking(original: type, form_of: Callable[[Any, Any, str], Form | None]) -> type:
-    def get_quant_method(self: Any, layer: torch.nn.Module, prefix: str) -> Any:
+def _asking(original: type, form_of: FormOf) -> type:
+    def get_quant_method(self: QuantizationConfig, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         form = form_of(self, layer, prefix) if isinstance(layer, RoutedExperts) else None
         found = method_for(layer, form, prefix)
         return found if found is not None else original.get_quant_method(self, layer, prefix)
 
-    def _is_fp8_w4a8(weight_quant: Any, input_quant: Any) -> bool:
+    def _is_fp8_w4a8(weight_quant: QuantizationArgs, input_quant: QuantizationArgs | None) -> bool:
         """On Hopper vLLM takes int8 activations for e4m3 ones here; ours are what the checkpoint states."""
         states_int = input_quant is not None and getattr(input_quant.type, "value", input_quant.type) == "int"
         return original._is_fp8_w4a8(weight_quant, input_quant) and not (states_int and VLLM.settings().linear)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 from terrazzo.integrations.engines import kernels, weights
@@ -33,7 +32,7 @@ class TerrazzoMxFp4LinearKernel(engine.MxFp4LinearKernel):
         return _supported()
 
     @classmethod
-    def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+    def can_implement(cls, config: object) -> tuple[bool, str | None]:
         if getattr(config, "activation_quant_key", None) is not None:
             VLLM.once(logging.INFO, "activations of MXFP4 layers stay in 16 bits")
         return True, None
@@ -58,7 +57,7 @@ class TerrazzoFp8WeightLinearKernel(engine.FP8ScaledMMLinearKernel):
         return _supported()
 
     @classmethod
-    def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+    def can_implement(cls, config: object) -> tuple[bool, str | None]:
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -75,7 +74,7 @@ class TerrazzoFp8WeightLinearKernel(engine.FP8ScaledMMLinearKernel):
         words, params = (getattr(layer, name) for name in self.names)
         return weights.product(x, words, params, bias, self.facts)
 
-    def apply_scaled_mm(self, **operands: Any) -> torch.Tensor:
+    def apply_scaled_mm(self, **operands: object) -> torch.Tensor:
         """Of kernels that quantize activations."""
         raise ArgumentError("activations", "quantized", "stay in 16 bits in this kernel", "call apply_weights")
 

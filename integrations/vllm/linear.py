@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from terrazzo.integrations.engines import kernels, weights
@@ -13,6 +13,9 @@ from terrazzo.integrations.engines.weights import Facts, Stored, Wanted
 from terrazzo.integrations.vllm.engine import VLLM, put_first
 from terrazzo.lowering.errors import ArgumentError
 from vllm.model_executor.kernels import linear as engine
+
+if TYPE_CHECKING:
+    from vllm.model_executor.kernels.linear import MPLinearLayerConfig
 
 
 def named(dtype: torch.dtype) -> str:
@@ -26,7 +29,7 @@ class LinearKernel(engine.MPLinearKernel):
     """y = x w^T of AWQ, GPTQ, compressed-tensors and Quark layers; whole ones, shards and fused ones alike."""
 
     @staticmethod
-    def act_order(config: Any) -> bool:
+    def act_order(config: MPLinearLayerConfig) -> bool:
         """Whether a layer's channels are sorted by group; releases differ in how they say it."""
         return bool(getattr(config, "has_g_idx", False))
 
@@ -35,7 +38,7 @@ class LinearKernel(engine.MPLinearKernel):
         return 80
 
     @classmethod
-    def wanted(cls, c: Any) -> Wanted:
+    def wanted(cls, c: MPLinearLayerConfig) -> Wanted:
         """What vLLM asks for."""
         (full_k, _), (k, n) = c.full_weight_shape, c.partition_weight_shape
         activations = named(c.act_type)
@@ -54,13 +57,13 @@ class LinearKernel(engine.MPLinearKernel):
         )
 
     @classmethod
-    def can_implement(cls, c: Any) -> tuple[bool, str | None]:
+    def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
         how, reason = VLLM.settings(), "additional_config.terrazzo.linear is false"
         if how.linear:
             reason = VLLM.declined(cls.wanted(c), how)
         return reason is None, reason
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.asked, self.how = self.wanted(self.config), VLLM.settings()
         self.facts: Facts = ()
@@ -95,7 +98,7 @@ def _as_stated(asked: Wanted, layer: torch.nn.Module) -> Wanted:
     return asked
 
 
-def _rows(name: str, parameter: Any) -> torch.Tensor:
+def _rows(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
     """A loaded parameter as [output features, input features] of its words or values.
 
     Raises:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from terrazzo.integrations.vllm import linear, v0_26
 from terrazzo.integrations.vllm.names import OWN_CACHE
+
+if TYPE_CHECKING:
+    from vllm.model_executor.kernels.linear import MPLinearLayerConfig
+    from vllm.v1.kv_cache_interface import KVQuantMode
 
 
 class Int8Int4:
@@ -21,7 +25,7 @@ class Int8Int4:
     def torch_dtype(self) -> torch.dtype:
         return torch.uint8
 
-    def quant_mode(self) -> Any:
+    def quant_mode(self) -> KVQuantMode:
         return import_module("vllm.v1.kv_cache_interface").KVQuantMode.INT8_PER_TOKEN_HEAD
 
 
@@ -29,7 +33,7 @@ class TerrazzoLinearKernel(linear.LinearKernel):
     """Named as in VLLM_DISABLED_KERNELS."""
 
     @staticmethod
-    def act_order(config: Any) -> bool:
+    def act_order(config: MPLinearLayerConfig) -> bool:
         return False
 
 
