@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 from terrazzo.autotune.database import Problem
 from terrazzo.lowering.request import KernelRequest
@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 DTYPES = ("float16", "bfloat16")
 TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 """M that a job tunes when it names none: one of each bucket of records, up to 4096."""
+
+
+class Plan(Protocol):
+    """What operators plan: a kernel."""
+
+    request: KernelRequest
 
 
 class Operator(ABC):
@@ -44,7 +50,7 @@ class Operator(ABC):
         """The schedules of a problem."""
 
     @abstractmethod
-    def plan(self, problem: Problem, target: Target) -> Any:
+    def plan(self, problem: Problem, target: Target) -> Plan:
         """The operator's plan, not a kept one, which may answer with another schedule; it has the `request`."""
 
     @abstractmethod

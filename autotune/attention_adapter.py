@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from terrazzo.autotune.adapter import Operator
+from terrazzo.autotune.adapter import Operator, Plan
 from terrazzo.autotune.database import Problem
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
@@ -16,6 +16,7 @@ from terrazzo.schedules.roofline import Roofline
 if TYPE_CHECKING:
     from terrazzo.autotune.jobs import Job
     from terrazzo.autotune.subjects import Subject
+    from terrazzo.ops.attention.cache.layout import CacheLayout
 
 
 class Attention(Operator):
@@ -42,7 +43,7 @@ class Attention(Operator):
                         found.append(Problem.of(self.name, facts, shape.batch * shape.kv_heads))
         return found
 
-    def _layout(self, problem: Problem) -> Any:
+    def _layout(self, problem: Problem) -> CacheLayout:
         from terrazzo.ops.attention.cache.layout import CacheLayout
 
         facts = dict(problem.facts)
@@ -58,7 +59,7 @@ class Attention(Operator):
     def space(self, problem: Problem) -> spaces.Space:
         return attention_space.Decode(self._of(problem))
 
-    def plan(self, problem: Problem, target: Target) -> Any:
+    def plan(self, problem: Problem, target: Target) -> Plan:
         from terrazzo.ops.attention.decoding import op
 
         facts, made = dict(problem.facts), op.plan.__wrapped__
@@ -117,7 +118,7 @@ class AttentionPrefill(Operator):
                 found.append(Problem.of(self.name, facts, 1))
         return found
 
-    def _layout(self, problem: Problem) -> Any:
+    def _layout(self, problem: Problem) -> CacheLayout:
         from terrazzo.ops.attention.cache.layout import CacheLayout
 
         facts = dict(problem.facts)
@@ -129,7 +130,7 @@ class AttentionPrefill(Operator):
         facts = dict(problem.facts)
         return Prefill(problem_of(self._layout(problem), facts["page"], facts["residual"], facts["fresh"]))
 
-    def plan(self, problem: Problem, target: Target) -> Any:
+    def plan(self, problem: Problem, target: Target) -> Plan:
         from terrazzo.ops.attention.decoding import op
         from terrazzo.ops.attention.prefilling import prefill_op
 

@@ -12,7 +12,7 @@ from terrazzo.lowering.errors import ArgumentError, shown
 from terrazzo.schedules import records
 
 
-def is_result(data: Any) -> bool:
+def is_result(data: object) -> bool:
     """Whether a file's content is a benchmark's result, and not a table of records."""
     return isinstance(data, Mapping) and "rows" in data and "records" not in data
 
@@ -61,7 +61,7 @@ def _counts(row: Mapping[str, Any], *names: str) -> list[int]:
     return [row[name] for name in names]
 
 
-def _time(value: Any) -> float:
+def _time(value: object) -> float:
     if not records.is_time(value):
         raise ValueError(f"{shown(value)} is no time in microseconds")
     return float(value)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from terrazzo.autotune import isolation
@@ -30,6 +30,9 @@ from terrazzo.lowering import cache
 from terrazzo.lowering.errors import CompileError, TerrazzoError, ToolchainError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.worker import search_path
+
+if TYPE_CHECKING:
+    import ray
 
 EXTRA = "pip install 'terrazzo[cluster]'"
 _REMEDY = "give --address as `ray status` names it, ray://host:10001 from elsewhere"
@@ -212,7 +215,7 @@ class Cluster:
         command: Sequence[str] = isolation.COMMAND,
         deadline: float = isolation.DEADLINE_S,
         compile: Callable[[Mapping[str, Any]], dict[str, Any]] = compile_here,
-        **options: Any,
+        **options: object,
     ) -> None:
         self.ray = _ray()
         check_answers(address)
@@ -279,7 +282,7 @@ class RayCompiler:
                     request, _ = self.pending.pop(it)
                 self.done(request, self._outcome(it, request, it in late))
 
-    def _outcome(self, it: Any, request: KernelRequest, late: bool) -> Path | CompileError:
+    def _outcome(self, it: ray.ObjectRef, request: KernelRequest, late: bool) -> Path | CompileError:
         if late:
             return CompileError(f"{request}: the compile task took longer than {COMPILE_S:.0f} s")
         try:
@@ -306,9 +309,9 @@ class RayMeasurer:
 
     def __init__(self, cluster: Cluster, command: Sequence[str], deadline: float) -> None:
         self.cluster, self.command, self.deadline = cluster, tuple(command), deadline
-        self.seat: Any = None
+        self.seat: ray.actor.ActorHandle | None = None
         self.sent, self.started, self.closed = 0, 0, False
-        self.greeting: Any = None
+        self.greeting: ray.ObjectRef | None = None
 
     def begin(self) -> None:
         """Take a worker and ask for its machine; `hello` waits."""
@@ -339,7 +342,7 @@ class RayMeasurer:
         """Another implementation of the same problem."""
         return self._ask("peer", problem)
 
-    def _ask(self, what: str, *arguments: Any) -> Any:
+    def _ask(self, what: str, *arguments: object) -> Result:
         ray, reason = self.cluster.ray, ""
         for _ in range(1 + RETRIES):
             if self.closed:

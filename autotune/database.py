@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from terrazzo.lowering.cache import cache_root
 from terrazzo.lowering.data_files import is_count, is_number, is_text, parse_json
@@ -24,6 +24,9 @@ from terrazzo.lowering.errors import ArgumentError, CacheError, shown
 from terrazzo.lowering.folders import make_folders
 from terrazzo.schedules import records
 
+Row = TypeVar("Row")
+Fault = tuple[str, object, str]
+"""Field, value, what it must be."""
 VERSION = 1
 STATUSES = ("ok", "compile", "spills", "wrong", "crash", "hang", "error")
 """ok: timed and correct. compile: does not compile. spills: too many registers spill (runner.MOST_SPILLED), not run.
@@ -155,7 +158,7 @@ class Trial:
         return self.machine.gpu, self.problem.op, self.problem.text, self.problem.m, self.program, self.schedule
 
 
-def _fault(it: Trial) -> tuple[str, Any, str] | None:
+def _fault(it: Trial) -> Fault | None:
     """(field, value, what it must be) of what no measurement can have put into a trial, or None."""
     time, number = records.is_time, lambda value: is_number(value, 0, 1e15)
     optional = lambda check, value: value is None or check(value)
@@ -351,7 +354,7 @@ class Database:
         with self.writing():
             self.link.execute("INSERT OR IGNORE INTO peers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
 
-    def trials(self, **where: Any) -> list[Trial]:
+    def trials(self, **where: str | int | float | None) -> list[Trial]:
         """Trials in order, those whose columns have the given values (None values are left out).
 
         Raises:
@@ -365,7 +368,9 @@ class Database:
             rows = self.link.execute(f"SELECT * FROM trials WHERE {text} ORDER BY id", tuple(given.values())).fetchall()
         return [self._whole(row, "trials", _trial, _fault) for row in rows]
 
-    def _whole(self, row: sqlite3.Row, table: str, made: Callable[[Any], Any], fault: Callable[[Any], Any]) -> Any:
+    def _whole(
+        self, row: sqlite3.Row, table: str, made: Callable[[sqlite3.Row], Row], fault: Callable[[Row], Fault | None]
+    ) -> Row:
         """What a row stands for.
 
         Raises:
@@ -443,7 +448,7 @@ def _trial(row: sqlite3.Row) -> Trial:
     )
 
 
-def _peer_fault(row: Mapping[str, Any]) -> tuple[str, Any, str] | None:
+def _peer_fault(row: Mapping[str, Any]) -> Fault | None:
     """As `_fault`, of the time of another implementation."""
     checks = (
         *((name, is_text(row[name], _MOST_TEXT), "text") for name in ("uid", "job", "op", "gpu", "name")),

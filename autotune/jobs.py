@@ -325,7 +325,7 @@ def _job_of(data: Mapping[str, Any], source: str, folder: Path) -> Job:
     return Job(**made)
 
 
-def _parts(data: Mapping[str, Any], parts: Any, source: str, folder: Path) -> tuple[Job, ...]:
+def _parts(data: Mapping[str, Any], parts: object, source: str, folder: Path) -> tuple[Job, ...]:
     """The tables [[part]] of a job file, with what they have from the job."""
     if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
         raise ArgumentError("part", parts, "must be tables [[part]]", "see docs/tuning.md")
@@ -339,7 +339,7 @@ def _parts(data: Mapping[str, Any], parts: Any, source: str, folder: Path) -> tu
     return tuple(found)
 
 
-def override(job: Job, **given: Any) -> Job:
+def override(job: Job, **given: object) -> Job:
     """The job with the fields that are given (None and empty ones are not). Of its parts, `ops` keeps these operators.
 
     Raises:

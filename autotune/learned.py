@@ -10,12 +10,13 @@ import importlib
 import math
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from terrazzo.lowering.errors import ToolchainError
 
 if TYPE_CHECKING:
+    import xgboost
     from terrazzo.autotune.database import Problem
     from terrazzo.schedules.spaces import Candidate
 
@@ -45,7 +46,7 @@ class Model:
         self.seen: dict[Problem, list[tuple[Candidate, float]]] = {}
         self.count = 0
         self.trained_at = 0
-        self.trees: Any = None
+        self.trees: xgboost.Booster | None = None
         self.columns: list[str] = []
 
     def learn(self, problem: Problem, candidate: Candidate, us: float) -> None:

@@ -24,6 +24,7 @@ from terrazzo.lowering.folders import make_folders
 from terrazzo.schedules import records
 
 if TYPE_CHECKING:
+    import filelock
     from terrazzo.autotune.subjects import Subject
     from terrazzo.lowering.targets import Target
 
@@ -63,7 +64,7 @@ class Bench:
         self.expected = {place: held for place, held in self.expected.items() if place[0] != key}
         torch.cuda.empty_cache()
 
-    def given(self, problem: Problem) -> Any:
+    def given(self, problem: Problem) -> object:
         """The inputs of a problem."""
         place = get_operator(problem.op).data(problem), problem.m
         if place not in self.inputs:
@@ -149,7 +150,7 @@ def serve() -> None:
     os.dup2(2, 1)
     os.environ[records.VARIABLE] = "off"  # the heuristic's schedule is tried as such
 
-    def say(**message: Any) -> None:
+    def say(**message: object) -> None:
         answers.write(json.dumps(message) + "\n")
         answers.flush()
 
@@ -187,7 +188,7 @@ def _start() -> Bench:
     return Bench(Target.detect())
 
 
-def _gpu_lock() -> Any:
+def _gpu_lock() -> filelock.FileLock:
     """Held while something is measured: one process of all jobs at a time."""
     import filelock
 

@@ -17,7 +17,7 @@ from functools import cache
 from itertools import cycle
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from terrazzo.autotune.database import Best, Database, Problem, Trial, best
 from terrazzo.autotune.jobs import Job
@@ -25,6 +25,9 @@ from terrazzo.autotune.operators import OPERATORS
 from terrazzo.lowering.errors import ArgumentError, CacheError, TerrazzoError, ToolchainError
 from terrazzo.lowering.targets import TARGET_NAMES, Target
 from terrazzo.schedules import records
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 EXTRA = "pip install 'terrazzo[tune]'"
 SLOWEST = 12
@@ -167,7 +170,7 @@ _RC = {"font.size": 11, "svg.fonttype": "none", "axes.grid": True, "grid.alpha":
 Draw = Callable[[Any, Sequence[Point], Sequence[Trial], Target], None]
 
 
-def roofline(axes: Any, points: Sequence[Point], trials: Sequence[Trial], target: Target) -> None:
+def roofline(axes: Axes, points: Sequence[Point], trials: Sequence[Trial], target: Target) -> None:
     """Achieved TFLOP/s over FLOP per byte, below the ceilings of memory and tensor cores."""
     intensity = [point.flop / point.nbytes for point in points]
     span = [min(intensity) / 2, max(max(intensity) * 2, 1e3)]
@@ -183,7 +186,7 @@ def roofline(axes: Any, points: Sequence[Point], trials: Sequence[Trial], target
     _legend(axes)
 
 
-def gains(axes: Any, points: Sequence[Point], trials: Sequence[Trial], target: Target) -> None:
+def gains(axes: Axes, points: Sequence[Point], trials: Sequence[Trial], target: Target) -> None:
     """Heuristic / best and 16-bit peer / best over M."""
     styles = {"heuristic": ("-", lambda point: point.heuristic_us), "16-bit peer": ("--", lambda point: point.peer_us)}
     found = set()
@@ -205,7 +208,7 @@ def gains(axes: Any, points: Sequence[Point], trials: Sequence[Trial], target: T
     _legend(axes)
 
 
-def curves(axes: Any, points: Sequence[Point], trials: Sequence[Trial], target: Target) -> None:
+def curves(axes: Axes, points: Sequence[Point], trials: Sequence[Trial], target: Target) -> None:
     """Best so far / best in the end, over the trials: what half, 90 % and 99 % of the problems are within."""
     lines = list(search_curves(trials).values())
     longest = max(map(len, lines), default=0)
@@ -218,7 +221,7 @@ def curves(axes: Any, points: Sequence[Point], trials: Sequence[Trial], target: 
     _legend(axes)
 
 
-def _legend(axes: Any) -> None:
+def _legend(axes: Axes) -> None:
     """Below the drawing, where it hides nothing; none where nothing is drawn, of which matplotlib would warn."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.3), ncol=2, fontsize=8, frameon=False)
@@ -379,7 +382,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]], more: int = 0)
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -387,5 +390,5 @@ def _cell(value: Any) -> str:
     return _text(value)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return html.escape(str(value))

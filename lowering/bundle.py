@@ -178,7 +178,7 @@ def _settle(path: Path) -> None:
 
 def load_bundle(
     path: str | os.PathLike[str],
-    target: Any = None,
+    target: Target | str | None = None,
     layouts: Mapping[str, str] | None = None,
     strict: bool = False,
     owner: int | str | None = None,
@@ -356,12 +356,12 @@ def _may_be_looked_up(module: str) -> bool:
     return not dot or top == "terrazzo" or top in sys.modules
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
-def _trusted(owner: Any) -> Collection[int]:
+def _trusted(owner: int | str | None) -> Collection[int]:
     """Users who may own a bundle."""
     if owner is None:
         return folders.owners()
@@ -373,13 +373,13 @@ def _trusted(owner: Any) -> Collection[int]:
     raise ArgumentError("owner", owner, "must be a user's name or number", "look at the bundle's owner with `ls -ln`")
 
 
-def _folder(path: Any) -> Path:
+def _folder(path: object) -> Path:
     if not isinstance(path, str | os.PathLike):
         raise ArgumentError("path", path, "must be the path of a folder", "name the bundle's folder")
     return Path(path).absolute()
 
 
-def _names(layouts: Any) -> dict[str, str]:
+def _names(layouts: Mapping[str, str] | None) -> dict[str, str]:
     """name -> identity of layouts, as a caller gave them."""
     found = {} if layouts is None else layouts
     if not isinstance(found, Mapping) or not all(isinstance(it, str) for pair in found.items() for it in pair):
@@ -387,7 +387,7 @@ def _names(layouts: Any) -> dict[str, str]:
     return dict(found)
 
 
-def _wanted_target(target: Any) -> Target | None:
+def _wanted_target(target: Target | str | None) -> Target | None:
     if target is not None:
         return Target.parse(target)
     import torch

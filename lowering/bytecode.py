@@ -20,10 +20,14 @@ import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from terrazzo.lowering import cache
 from terrazzo.lowering.errors import CacheError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType
 
 _SECONDS = 60
 
@@ -51,7 +55,9 @@ class _Finder:
     def __init__(self, codes: dict[str, bytes]) -> None:
         self.codes = codes
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and type(spec.loader) is SourceFileLoader and spec.cached in self.codes:
             spec.loader = _Loader(name, spec.loader.path, spec.cached, self.codes[spec.cached])

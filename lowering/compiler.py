@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from terrazzo.lowering.errors import CompileError, TerrazzoError
 from terrazzo.lowering.launcher import compile_host, host_text, link_host
@@ -31,6 +31,11 @@ from terrazzo.lowering.toolchain import (
     package_folder,
     run_tool,
 )
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from tilelang.engine.param import CompiledArtifact
 
 NVCC_TIMEOUT_S = 600
 SOURCE, BINARY, LIBRARY = "kernel.cu", "kernel.cubin", "kernel.so"
@@ -172,7 +177,7 @@ def compile_into(request: KernelRequest, folder: Path, count: bool = True) -> No
     (folder / "report.json").write_text(json.dumps(said, indent=1), encoding="utf-8")
 
 
-def _lower(tilelang: Any, request: KernelRequest) -> Any:
+def _lower(tilelang: ModuleType, request: KernelRequest) -> CompiledArtifact:
     from tvm.target import Target as TvmTarget
 
     program = load_builder(request)(target=request.target, **dict(request.params))

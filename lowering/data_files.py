@@ -10,13 +10,16 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from terrazzo.lowering.errors import ArgumentError
 
 MOST_BYTES = 64 << 20
 MOST = 2**31 - 1
 """The largest size, count or schedule parameter that is taken from a file: kernels compute with 32 bits."""
+
+
+Given, Found = TypeVar("Given"), TypeVar("Found")
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -51,7 +54,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     return _parse(tomllib.loads, text)
 
 
-def _parse(loads: Callable[[Any], Any], text: str | bytes) -> Any:
+def _parse(loads: Callable[[Given], Found], text: Given) -> Found:
     try:
         return loads(text)
     except RecursionError:
@@ -76,7 +79,7 @@ def read_toml(path: Path | str, argument: str, remedy: str, most: int = MOST_BYT
     return _read(path, argument, remedy, most, parse_toml)
 
 
-def _read(path: Path | str, argument: str, remedy: str, most: int, parse: Callable[[str], Any]) -> Any:
+def _read(path: Path | str, argument: str, remedy: str, most: int, parse: Callable[[str], Found]) -> Found:
     return _explained(path, argument, remedy, lambda: parse(_text(Path(path), most)))
 
 
@@ -90,7 +93,7 @@ def read_start(path: Path | str, argument: str, remedy: str, most: int) -> str:
     return _explained(path, argument, remedy, lambda: _bytes(Path(path), most).decode(errors="replace"))
 
 
-def _explained(path: Path | str, argument: str, remedy: str, read: Callable[[], Any]) -> Any:
+def _explained(path: Path | str, argument: str, remedy: str, read: Callable[[], Found]) -> Found:
     try:
         return read()
     except (OSError, ValueError) as error:  # ValueError: of the parsers, of UTF-8, of a path with a null byte
@@ -116,16 +119,16 @@ def _bytes(path: Path, most: int) -> bytes:
         os.close(handle)
 
 
-def is_count(value: Any, least: int = 0, most: int = MOST) -> bool:
+def is_count(value: object, least: int = 0, most: int = MOST) -> bool:
     """Whether a value from a file is an integer (a bool is none) in a range."""
     return type(value) is int and least <= value <= most
 
 
-def is_number(value: Any, least: float, most: float) -> bool:
+def is_number(value: object, least: float, most: float) -> bool:
     """Whether a value from a file is a finite number (a bool is none) in a range."""
     return type(value) in (int, float) and least <= value <= most and math.isfinite(value)
 
 
-def is_text(value: Any, most: int = 1000) -> bool:
+def is_text(value: object, most: int = 1000) -> bool:
     """Whether a value from a file is text that may be printed: not too long, without control characters."""
     return isinstance(value, str) and len(value) <= most and value.isprintable()

@@ -181,7 +181,7 @@ def parse_json(data: bytes) -> Any:
     return value
 
 
-def same_json(left: Any, right: Any) -> bool:
+def same_json(left: object, right: object) -> bool:
     """Whether two values are the same JSON text; 1, 1.0 and true are not."""
     return json.dumps(left, sort_keys=True) == json.dumps(right, sort_keys=True)
 

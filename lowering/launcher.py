@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from terrazzo.lowering.errors import CompileError
 from terrazzo.lowering.toolchain import find_host_compiler, find_nvcc, package_folder, run_tool
+
+if TYPE_CHECKING:
+    from tvm.tir import Var
 
 _LAUNCH_PLACES = {
     **{f"blockIdx.{axis}": place for place, axis in enumerate("xyz")},
@@ -296,7 +299,7 @@ def host_text(host: str, device_functions: list[Any]) -> str:
     return f"#define MAX_ARGUMENTS {longest}\n{launcher}\n{host}"
 
 
-def _argument_kind(parameter: Any) -> str:
+def _argument_kind(parameter: Var) -> str:
     dtype = str(parameter.dtype)
     if dtype == "handle":
         return "t" if getattr(parameter.type_annotation, "storage_scope", "") == "grid_constant" else "v"
@@ -341,7 +344,7 @@ def link_host(folder: Path, image: str, library: str) -> None:
     _run([find_host_compiler(), "-shared", "-s", "-o", library, _OBJECT, "image.s", "-ldl"], folder)
 
 
-def _run(command: list[Any], folder: Path, **options: Any) -> None:
+def _run(command: list[str | Path], folder: Path, **options: str | None) -> None:
     done = run_tool(command, folder, **options)
     if done.returncode:
         raise CompileError(

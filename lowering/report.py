@@ -92,7 +92,7 @@ def _counted(binary: Path) -> dict[str, Any]:
     return {"instructions": instructions, "tensor_instructions": tensor, "note": note}
 
 
-def _are_counts(value: Any) -> bool:
+def _are_counts(value: object) -> bool:
     return isinstance(value, dict) and all(map(is_count, value.values()))
 
 

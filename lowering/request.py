@@ -114,7 +114,7 @@ class KernelRequest:
         return f"{self.name}({', '.join(f'{key}={value}' for key, value in self.params)}) for {self.target.arch}"
 
 
-def _pairs(argument: str, given: Any) -> tuple[tuple[str, Scalar], ...]:
+def _pairs(argument: str, given: object) -> tuple[tuple[str, Scalar], ...]:
     constraint, remedy = "must map names to int, float, str, bool or None", "describe structured values by name"
     try:
         pairs = dict(given).items()
@@ -126,7 +126,7 @@ def _pairs(argument: str, given: Any) -> tuple[tuple[str, Scalar], ...]:
     return tuple(sorted(pairs))
 
 
-def check_requests(requests: Any) -> list[KernelRequest]:
+def check_requests(requests: object) -> list[KernelRequest]:
     """The requests of a caller as a list.
 
     Raises:
@@ -139,5 +139,5 @@ def check_requests(requests: Any) -> list[KernelRequest]:
     return found
 
 
-def _digest(data: Any) -> str:
+def _digest(data: object) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -13,6 +13,8 @@ from terrazzo.lowering.errors import ArgumentError, BundleError, CacheError, Cap
 from terrazzo.lowering.report import KernelReport
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
 
@@ -46,7 +48,7 @@ class Kernel:
             raise CacheError(f"{said}; remove {folder}, and the kernel is compiled again") from error
         self._warm: set[int] = set()
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: object) -> None:
         """Launch. Raises ArgumentError for arguments that the kernel was not built for, CaptureError when cold."""
         try:
             cold = args[0].get_device() not in self._warm
@@ -59,7 +61,7 @@ class Kernel:
         except RuntimeError as error:
             self.explain(args, error)
 
-    def launcher(self, index: int) -> Any:
+    def launcher(self, index: int) -> Callable[..., None]:
         """What to call for a launch on CUDA device `index`: the bare function once the kernel is warm there.
 
         Its RuntimeErrors are for `explain`.

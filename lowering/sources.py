@@ -94,7 +94,7 @@ def digests_of(modules: Iterable[str]) -> dict[str, Any]:
     return {"files": files_digest(), "modules": {name: source_digest(name) for name in modules if name in _SOURCES}}
 
 
-def learn(digests: Any) -> None:
+def learn(digests: object) -> None:
     """Take digests of `digests_of` in the place of parsing, where this terrazzo has the very same files."""
     files, modules = (digests.get(key) for key in ("files", "modules")) if isinstance(digests, dict) else (None, None)
     if isinstance(modules, dict) and files == files_digest():

@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from terrazzo.lowering.errors import CompileError, ToolchainError
 
@@ -172,7 +171,7 @@ def build_folder() -> Iterator[Path]:
     raise CompileError(f"a compilation needs a folder for temporary files ({problem}); set TMPDIR to one with room")
 
 
-def run_tool(command: list[str], folder: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+def run_tool(command: list[str], folder: Path, **options: str | None) -> subprocess.CompletedProcess[str]:
     """Run a tool of CUDA's in a `build_folder`, where its temporary files lie too.
 
     NVCC_APPEND_FLAGS and the like would change the code behind the cache's back, and are left out.
