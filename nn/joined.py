@@ -76,6 +76,13 @@ def rows_of(canonical: Canonical, part: slice) -> Canonical:
     return replace(canonical, **{name: t[part] for name, t in held.items() if torch.is_tensor(t)})
 
 
+def joined_bias(floats: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Of float weights [Ni, K] below each other, zeros for those without one; None where none has one."""
+    if all(bias is None for bias in biases):
+        return None
+    return torch.cat([w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(floats, biases)])
+
+
 def _rows(name: str, values: list, canonical: list) -> torch.Tensor:
     """Values of all parts, one below the other; zero points that are left out are 8 (of 8 bits: 128), biases 0."""
     like = next(value for value in values if value is not None)
@@ -148,12 +155,9 @@ class JoinedLinear(Linear):
                 seen = f"{weights.described(each)} beside {weights.described(floats[0])}"
                 constraint = "must have one K, dtype and device"
                 raise ArgumentError("source", seen, constraint, "join layers of one input")
-        bias = None
-        if any(b is not None for b in biases):
-            bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in zip(floats, biases)])
-        made = Format.parse(format).quantize(
-            torch.cat([w.detach() for w in floats]), None if bias is None else bias.detach(), **options
-        )
+        bias = joined_bias(floats, biases)
+        bias = None if bias is None else bias.detach()
+        made = Format.parse(format).quantize(torch.cat([w.detach() for w in floats]), bias, **options)
         product_of(made)
         return cls(made, [len(w) for w in floats])
 

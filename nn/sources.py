@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ from terrazzo.lowering.targets import Target
 from terrazzo.nn.dense import Dense
 from terrazzo.nn.experts import Experts
 from terrazzo.nn.formats import Format
-from terrazzo.nn.joined import JoinedLinear, described, join
+from terrazzo.nn.joined import JoinedLinear, described, join, joined_bias
 from terrazzo.nn.linear import Linear
 from terrazzo.nn.module import stored_weight
 from terrazzo.ops import mxfp4 as mxfp4_weights
@@ -84,7 +85,8 @@ class Source:
 
     def shape_of(self, name: str) -> Sequence[int]:
         """Of one tensor, unread where it lies in a file."""
-        return tuple(self.read(name).shape)
+        get = getattr(self.tensors, "shape", None)
+        return get(name) if get is not None and name in self.tensors else tuple(self.read(name).shape)
 
     def packs(self, name: str) -> bool:
         """Whether a layer, by its published name, is quantized here."""
@@ -142,11 +144,9 @@ class Published(Source):
 
     def names(self) -> list[str]:
         if self.checkpoint is None:
-            return list(self.tensors)
+            return super().names()
         places = self.checkpoint.places
-        return [
-            name for name in self.checkpoint.names() if name not in places or not AGAIN.fullmatch(places[name].name)
-        ]
+        return [it for it in self.checkpoint.names() if it not in places or not AGAIN.fullmatch(places[it].name)]
 
     def has(self, name: str) -> bool:
         return name in self.checkpoint.places if self.checkpoint is not None else name in self.tensors
@@ -234,7 +234,7 @@ class Published(Source):
         """Of one tensor, unread where it lies in a file."""
         if self.checkpoint is not None and name in self.checkpoint.places:
             return tuple(self.checkpoint.describe(name)[1])
-        return tuple(self.read(name).shape)
+        return super().shape_of(name)
 
     def _part(self, name: str, share: Share | None = None) -> Canonical | Floats:
         """Canonical weight of a 4-bit layer, or (weight, bias) of a float one; of a share of its rows or columns."""
@@ -280,18 +280,13 @@ class Published(Source):
             return made
         if not all(isinstance(part, tuple) for part in parts):
             each = [described(part[0] if isinstance(part, tuple) else part) for part in parts]
-            constraint = (
-                "one is float beside quantized layers: those that one product joins must all be quantized, or none"
-            )
-            raise ArgumentError("path", dict(zip(names, each)), constraint, ALIKE)
+            constraint = "one is float beside quantized layers: those that one product joins must all be quantized"
+            raise ArgumentError("path", dict(zip(names, each)), f"{constraint}, or none", ALIKE)
         if len({w.shape[1] for w, _ in parts}) > 1:
             seen = {name: list(w.shape) for name, (w, _) in zip(names, parts)}
             raise ArgumentError("path", seen, "layers of one input must have one K", "get the checkpoint again")
-        weight = torch.cat([w for w, _ in parts])
-        bias = None
-        if any(b is not None for _, b in parts):
-            bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in parts])
-            bias = cast(bias, self.dtype, names[0])
+        weight, bias = torch.cat([w for w, _ in parts]), joined_bias(*zip(*parts))
+        bias = None if bias is None else cast(bias, self.dtype, names[0])
         if self.quantize is None:
             return cast(weight, self.dtype, names[0]), bias
         options = {**self.tuned(own, weight), **self.options, **options}
@@ -322,13 +317,24 @@ class Published(Source):
             raise _float_experts(own)
         made = []
         for name, part, share in ((gate_up, "gate_up", shares[0]), (down, "down", shares[1])):
-            each, floats = [], self.float_of(name, _cut_of_experts(name, self.shape_of(name), share))
-            options = {**self.options, **self._shared_plan(floats)}
-            for e, weight in enumerate(floats):
-                each.append(quantized(self.quantize, weight, None, self.dtype, options, self.target))
-                self.report(f"{own}.{e}.{part}", each[-1], weight)
-            made.append(each)
+            floats = self.float_of(name, _cut_of_experts(name, self.shape_of(name), share))
+            made.append(self._reported(self._of_experts(floats), own, part))
         return Experts.of_packed(*made, activation)
+
+    def _of_experts(
+        self, floats: torch.Tensor, biases: Iterable[torch.Tensor | None] = repeat(None)
+    ) -> Iterator[tuple[Packed, torch.Tensor]]:
+        """(packed, float weight) of each of experts [E, N, K]."""
+        options = {**self.options, **self._shared_plan(floats)}
+        for weight, bias in zip(floats, biases):
+            yield quantized(self.quantize, weight.contiguous(), bias, self.dtype, options, self.target), weight
+
+    def _reported(self, pairs: Iterable[tuple[Packed, torch.Tensor | None]], own: str, part: str) -> list[Packed]:
+        made = []
+        for e, (packed, weight) in enumerate(pairs):
+            self.report(f"{own}.{e}.{part}", packed, weight)
+            made.append(packed)
+        return made
 
     def _shared_plan(self, experts: Iterable[torch.Tensor]) -> dict[str, Option]:
         """The option that experts share: W4Ax's plan, of the largest magnitudes in the columns of their weights."""
@@ -358,14 +364,12 @@ class Published(Source):
             if any(self.has(f"{name}.{leaf}_{of}") for of in ("blocks", "scales")):
                 pack = mxfp4_fp8.pack if self.activations else mxfp4_weights.pack
                 self.quantizes_activations |= self.activations is not None
-                pairs = [(pack(one, target=self.target), None) for one in self._small(f"{name}.{leaf}", order, share)]
+                pairs = ((pack(one, target=self.target), None) for one in self._small(f"{name}.{leaf}", order, share))
             elif self.quantize is None and self.has(f"{name}.{leaf}"):
                 raise _float_experts(own)
             else:
                 pairs = self._quantized(f"{name}.{leaf}", order, share)
-            for e, (packed, weight) in enumerate(pairs):
-                self.report(f"{own}.{e}.{part}", packed, weight)
-            made.append([packed for packed, _ in pairs])
+            made.append(self._reported(pairs, own, part))
         return Experts.of_packed(*made, activation)
 
     def _small(self, name: str, order: str | None, share: Share | None) -> list[Canonical]:
@@ -382,8 +386,8 @@ class Published(Source):
             half = share.part(experts[0].n // 2)
             return [one.shard(share.rank, share.world, 0, parts=(half, half)) for one in experts]
 
-    def _quantized(self, name: str, order: str | None, share: Share | None) -> list[tuple[Packed, torch.Tensor]]:
-        """(packed, float weight) of each of float experts [E, K, N], or of what a rank keeps of it."""
+    def _quantized(self, name: str, order: str | None, share: Share | None) -> Iterator[tuple[Packed, torch.Tensor]]:
+        """`_of_experts` [E, K, N], or of what a rank keeps of them."""
         values = self.float_of(name).transpose(1, 2)
         bias = self.float_of(f"{name}_bias")
         if values.dim() != 3 or bias.shape != values.shape[:2]:
@@ -395,12 +399,7 @@ class Published(Source):
             values = cut.of(values)
             alone = share.dim == 0 or share.rank == 0  # a sum over ranks has the bias once
             bias = None if not alone else cut.of(bias) if share.dim == 0 else bias
-        found, options = [], {**self.options, **self._shared_plan(values)}
-        for e, weight in enumerate(values):
-            own = None if bias is None else cast(bias[e], self.dtype, f"{name}_bias")
-            packed = quantized(self.quantize, weight.contiguous(), own, self.dtype, options, self.target)
-            found.append((packed, weight))
-        return found
+        return self._of_experts(values, repeat(None) if bias is None else cast(bias, self.dtype, f"{name}_bias"))
 
     def experts(
         self,
@@ -437,13 +436,9 @@ def _cut_of_experts(name: str, shape: Sequence[int], share: Share | None) -> Cut
 
 
 def quantized(
-    form: Format,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-    options: Mapping[str, Option],
+    form: Format, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, options: Mapping[str, Option],
     target: str | None,
-) -> Packed:
+) -> Packed:  # fmt: skip
     """The packed weight of a float one, with what the format wants of a model's dtype."""
     given = dict(options) | ({} if target is None else {"target": target})
     if form.product.codes.symmetric:
@@ -516,10 +511,6 @@ class Stored(Source):
 
     def _state(self, own: str) -> dict[str, torch.Tensor]:
         return {name: self.read(name) for name in self.tensors if name.startswith(f"{own}.")}
-
-    def shape_of(self, name: str) -> Sequence[int]:
-        get = getattr(self.tensors, "shape", None)  # of files, unread
-        return get(name) if get is not None else self.tensors[name].shape
 
     def _packed(
         self, own: str, dim: int, parts: Callable[[int], Sequence[Part]], share: Share
