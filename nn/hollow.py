@@ -81,8 +81,8 @@ def requests(
         made |= dict.fromkeys(kernel_requests(model, tokens, kv=each, **facts))
     layouts = {}
     for layer in packed:
-        made = layer._make()
-        layouts[layer.kind.word] = getattr(made, "stacked", made).expected_layout()
+        weight = layer._make()
+        layouts[layer.kind.word] = getattr(weight, "stacked", weight).expected_layout()
     return list(made), layouts
 
 

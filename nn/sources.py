@@ -24,6 +24,7 @@ from terrazzo.ops import stored_layers as stored
 from terrazzo.ops.checkpoints import Checkpoint, fields
 from terrazzo.ops.checkpoints.conventions import mxfp4
 from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.products.table import BY_RECORD
 from terrazzo.ops.shards import ORDERS, Cut, Part, Share, checked_spans, plan, spans_of
 from torch import nn
 
@@ -243,7 +244,7 @@ class Published(Source):
             config = self.checkpoint.layer(name)
             options = dict(weight_only=self.weight_only, activations=self.activations)
             operator = stored.operator_of(self.layers[name], config, self.runs_on, **options)
-            self.quantizes_activations |= operator == "mxfp4_fp8"
+            self.quantizes_activations |= BY_RECORD[operator].on_request
             family = stored.FAMILIES[operator]
             with _of_layer(name, share):
                 return family.read(self.checkpoint, name, self.device, share)

@@ -13,6 +13,8 @@ from terrazzo.lowering.targets import Target
 from terrazzo.ops.checkpoints.config import Config
 from terrazzo.ops.model_layers import Linear, joined, split
 from terrazzo.ops.model_requests import Weights, of_folder
+from terrazzo.ops.products.product import Product
+from terrazzo.ops.products.table import BY_RECORD
 
 _PARTS = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
           "up_proj": "gate_up_proj", "w1": "w13", "w3": "w13"}  # fmt: skip
@@ -45,11 +47,13 @@ class Checker:
 
     Attributes:
         name: of the engine. methods: of quantization, as a config says it. caches: cache dtypes that we serve.
+        alone: products of compressed-tensors' layers that it asks for where activations keep 16 bits.
     """
 
     name: str
     methods: tuple[str, ...]
     caches: Caches
+    alone: tuple[Product, ...] = ()
 
     def check(self, folder: str | Path, target: Target, ranks: int = 1) -> list[Row]:
         """The linear layers and experts of a Hugging Face folder.
@@ -108,21 +112,22 @@ class Checker:
         own = f"{self.name} quantizes the activations of these layers, and has kernels of its own for that"
         if config.method not in self.methods:
             return f"{self.name} has no kernels to choose from for {config.method or 'this format'}"
-        if kind.operator in ("fp8", "mxfp4"):
+        product = BY_RECORD[kind.operator]
+        if product in self.alone:
             return None if config.method == "compressed-tensors" else own
         stated = config.layer(_of_checkpoint(name))
-        if kind.operator in ("w8a8", "w8a8_fp8"):
+        if product.direct:
             return own
         activations = next((key for key, operator in ACTIVATIONS.items() if operator == kind.operator), None)
         if activations is None:
             return f"{self.name} has no method for {kind.operator}"
         wanted = Wanted(
             n=kind.n, k=kind.k, full_k=kind.k, group_size=kind.group_size,
-            zero_points=config.method != "gptq" and not kind.symmetric and kind.operator == "w4a16",
+            zero_points=config.method != "gptq" and not kind.symmetric and product.wide,
             act_order=bool(stated.desc_act), dtype=dtype, activations=activations,
-            weight="uint4b8" if kind.symmetric or kind.operator != "w4a16" else "uint4", experts=kind.experts,
+            weight="uint4b8" if kind.symmetric or not product.wide else "uint4", experts=kind.experts,
         )  # fmt: skip
-        if config.method == "gptq" and kind.operator == "w4a16" and stated.symmetric is False:
+        if config.method == "gptq" and product.wide and stated.symmetric is False:
             return f"{self.name} reads symmetric GPTQ only"
         return wanted.refusal(target)
 

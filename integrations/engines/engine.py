@@ -145,7 +145,7 @@ class Engine(ABC):
         found, (dtype, bias, top_k) = [], facts
         for grouped in packed:
             own = (dtype, bias, self.most_tokens(), self.target(), len(grouped), top_k)
-            found += kernels.requests_of_packed(grouped.stacked, *own) + gates(weights.family_of(grouped.stacked))
+            found += kernels.requests_of_packed(grouped.stacked, *own) + gates(grouped.stacked._product.record)
         self.ready(found, how, tuple((weights.facts_of(g.stacked), len(g)) for g in packed), launch)
 
     def hold_attention(self, kind: attention.Kind, how: Settings, sequences: int, device: torch.device) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from terrazzo.integrations.engines.settings import Settings
-from terrazzo.integrations.engines.weights import Wanted, family_of
+from terrazzo.integrations.engines.weights import Wanted
 from terrazzo.lowering import cache
 from terrazzo.lowering.compilers import compiler
 from terrazzo.lowering.errors import BundleError, CompileError, TerrazzoError
@@ -26,6 +26,7 @@ from terrazzo.ops import activation
 from terrazzo.ops.kinds.base import Serving
 from terrazzo.ops.model_layers import Linear
 from terrazzo.ops.model_requests import layer_requests
+from terrazzo.ops.products.table import BY_RECORD
 from terrazzo.schedules import rows
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def requests_of_packed(
 ) -> Requests:
     """The same of a packed weight; `dtype` of activations."""
     own = (packed.group_size, getattr(packed, "symmetric", True), getattr(packed, "scale_dtype", dtype), bias, experts)
-    return _requests(Linear(family_of(packed), "", packed.n, packed.k, *own), dtype, most, target, top_k)
+    return _requests(Linear(packed._product.record, "", packed.n, packed.k, *own), dtype, most, target, top_k)
 
 
 def _requests(kind: Linear, dtype: str, most: int, target: Target, top_k: int) -> Requests:
@@ -67,7 +68,7 @@ def gate_requests(inner: int, operator: str, name: str, dtype: str, most: int, t
     if inner % rows.VECTOR or inner > rows.MAX_COLUMNS:
         return []
     m = Serving(target, dtype, max_tokens=most).tokens(rows.tokens(target))
-    quant = {"w4a8": "int8", "w4a8_fp8": "e4m3"}.get(operator)
+    quant = BY_RECORD[operator].x.quant
     return activation.kernel_requests(inner, m=m, dtype=dtype, target=target, activation=name, quant=quant)
 
 

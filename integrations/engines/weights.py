@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.products.table import of_codes
+from terrazzo.ops.products.table import PRODUCTS
 
 if TYPE_CHECKING:
     import torch
@@ -19,8 +19,12 @@ if TYPE_CHECKING:
 
 Facts = tuple[str | int | bool, ...]
 GROUPS = (32, 64, 128)
-ACTIVATIONS = {"16": "w4a16", "int8": "w4a8", "e4m3": "w4a8_fp8"}
+ACTIVATIONS = {
+    "16" if one.wide else one.x.quant: one.record for one in PRODUCTS if one.conventions.get("compressed_tensors") == 4
+}
 """What a product reads besides 4-bit codes -> the operator, by its name in `ops.model_layers.Linear`."""
+
+_E4M3 = ACTIVATIONS["e4m3"]
 
 
 @dataclass(frozen=True)
@@ -138,24 +142,16 @@ def _packed(tensors: tuple) -> tuple:
     return (_words(whole), *tensors[1:])
 
 
-def family_of(packed: Packed) -> str:
-    """Of OPERATORS, of a packed weight."""
-    if not hasattr(packed, "channel_scales"):
-        return of_codes(packed.format).record
-    return "w4a8_fp8" if packed.ACTIVATIONS == "e4m3" else "w4a8"
-
-
 def tensors_of(packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
     """The two tensors that a layer keeps: words, and params or channel scales."""
-    return packed.words, packed.channel_scales if hasattr(packed, "channel_scales") else packed.params
+    return packed.words, packed.params if packed._product.wide else packed.channel_scales
 
 
 def facts_of(packed: Packed) -> Facts:
     """What `product` must know besides the tensors: plain values, which a traced graph holds as constants."""
     p = packed
-    if not hasattr(p, "channel_scales"):
-        return (family_of(p), p.n, p.k, p.group_size, p.scale_dtype, p.symmetric, p.layout, p.target or "")
-    return (family_of(p), p.n, p.k, p.group_size, p.layout, p.target or "")
+    own = (p.scale_dtype, p.symmetric) if p._product.wide else ()
+    return (p._product.record, p.n, p.k, p.group_size, *own, p.layout, p.target or "")
 
 
 def register_operators() -> None:
@@ -176,11 +172,11 @@ def product(
     import torch
 
     ops, family = torch.ops.terrazzo, facts[0]
-    if not family.startswith("w4a8"):
+    if len(facts) > 6:
         multiply = getattr(ops, f"{family}_gemm")
         return multiply(x, words, second, None, bias, *facts[1:], "auto")
     _, n, k, group, layout, target = facts
-    if family == "w4a8_fp8":
+    if family == _E4M3:
         q, scales = ops.w4a8_fp8_quantize(x, None, None, 0.0, target)
         y = ops.w4a8_fp8_gemm(q, scales, words, second, bias, n, k, group, layout, target, x.dtype, "auto")
     else:

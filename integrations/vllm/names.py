@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from terrazzo.integrations.engines.attention import Caches
 from terrazzo.integrations.engines.check import Checker
+from terrazzo.ops.products import wide
 
 OWN_CACHE = "terrazzo_int8_int4"
 """Name of a cache dtype that vLLM learns from us, in releases that let a plug-in name one."""
@@ -16,4 +17,4 @@ CACHES = Caches(
         OWN_CACHE: ("int8", "int4"),
     }
 )
-CHECKER = Checker("vLLM", ("awq", "gptq", "compressed-tensors"), CACHES)
+CHECKER = Checker("vLLM", ("awq", "gptq", "compressed-tensors"), CACHES, (wide.MXFP4, wide.FP8))
