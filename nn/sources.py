@@ -341,11 +341,8 @@ class Published(Source):
         """The option that experts share: W4Ax's plan, of the largest magnitudes in the columns of their weights."""
         if self.quantize is None or not self.quantize.product.planned or "plan" in self.options:
             return {}
-        largest: torch.Tensor | None = None
-        for weight in experts:
-            own = weight.float().abs().amax(0)
-            largest = own if largest is None else largest.maximum(own)
-        return {} if largest is None else {"plan": self.quantize.plan(largest)}
+        largest = [weight.float().abs().amax(0) for weight in experts]
+        return {"plan": self.quantize.plan(torch.stack(largest).amax(0))} if largest else {}
 
     def _floats(self, names: Iterable[str], share: Share | None) -> Iterator[torch.Tensor]:
         """The weights of those of some layers that are float."""
