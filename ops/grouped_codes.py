@@ -1,104 +1,20 @@
-"""Codes of 4 or 8 bits with a scale and a zero point for each group along K: what published integer layers are read
-into.
-
-    w[n, perm[j]] = (codes[n, j] - zeros[n, j // g]) * scales[n, j // g]        (perm[j] = j without act-order)
-
-Operator families build their canonical forms on it, and share its checks.
-"""
+"""Groups of integer codes along K: sizes that kernels read, and checks of their scales and zero points."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops import dlpack, weights
-from terrazzo.ops.weight.base import Plain
+from terrazzo.ops import weights
 
 if TYPE_CHECKING:
     import torch
-    from terrazzo.ops.dlpack import SupportsDLPack
 
 GROUPS = (32, 64, 128)
 """Group sizes that kernels read; one group for the whole of K is the fourth choice."""
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
 MOST_ZERO = {4: 16, 8: 255}
 """Bits of codes -> largest zero point."""
-Codes = TypeVar("Codes", bound="GroupedCodes")
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class GroupedCodes(Plain):
-    """A weight [N, K] of `bits` = 4 or 8 bits in plain rows. Build it with `canonical`, which checks it.
-
-    Attributes:
-        codes: uint8 [N, K], 0..15 or 0..255.
-        scales: f16, bf16 or f32 [N, G], G = ceil(K / group_size).
-        zeros: uint8 [N, G], 0..16 (16 occurs in GPTQ v1 checkpoints) or 0..255; None means 8, or 128, everywhere
-            (symmetric).
-        group_size: 32, 64, 128 or K.
-        perm: int32 [K] | None; column j of `codes` is input channel perm[j] (act-order).
-        bias: [N] | None.
-    """
-
-    bits: ClassVar[int] = 4
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    group_size: int
-    zeros: torch.Tensor | None = None
-    perm: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-
-    @classmethod
-    @dlpack.accepting
-    def canonical(
-        cls: type[Codes],
-        codes: SupportsDLPack,
-        scales: SupportsDLPack,
-        zeros: SupportsDLPack | None = None,
-        *,
-        group_size: int | None = None,
-        perm: SupportsDLPack | None = None,
-        bias: SupportsDLPack | None = None,
-    ) -> Codes:
-        """Check shapes, dtypes and values, and bring the weight to canonical form.
-
-        Args:
-            codes: integers [N, K], 0..15; of 8 bits 0..255.
-            scales: f16, bf16 or f32 [N, G]; finite.
-            zeros: integers [N, G], 0..16, or None for 8. All 8 becomes None. Of 8 bits 0..255, and 128.
-            group_size: input channels for each scale; None or -1 derives it from K and G. A multiple of 32 is
-                expanded to 128, 64 or 32 (its scales are repeated), a group that holds all of K becomes K.
-            perm: integers [K], a permutation; the identity becomes None.
-            bias: f16, bf16 or f32 [N].
-
-        Raises:
-            ArgumentError: for anything that does not fit; the message names the argument and the remedy.
-        """
-        import torch
-
-        codes, scales, zeros, perm, bias = weights.as_tensors(
-            codes=codes, scales=scales, zeros=zeros, perm=perm, bias=bias
-        )
-        other = "; weights of 8 bits are those of w8a16" if cls.bits == 4 else ""
-        last, remedy = (1 << cls.bits) - 1, f"add {1 << cls.bits - 1} to signed codes{other}"
-        n, k = weights.check_codes(codes, 0, last, remedy)
-        group_size = _check_scales(scales, n, k, group_size)
-        zeros = _check_zeros(zeros, scales, cls.bits)
-        if group_size not in (k, *GROUPS):
-            group_size, source = expand_groups(group_size, k, scales.device)
-            scales, zeros = scales[:, source], None if zeros is None else zeros[:, source]
-        if perm is not None:
-            perm = check_perm(perm, k)
-        return cls(
-            codes=codes.to(torch.uint8).contiguous(),
-            scales=scales.contiguous(),
-            group_size=group_size,
-            zeros=None if zeros is None else zeros.contiguous(),
-            perm=perm,
-            bias=weights.bias_of(bias, n),
-        )
 
 
 def expand_groups(group_size: int, k: int, device: torch.device) -> tuple[int, torch.Tensor]:
@@ -132,7 +48,7 @@ def derive_group(k: int, groups: int) -> int | None:
     return fits[0] if len(fits) == 1 else None
 
 
-def _check_scales(scales: torch.Tensor, n: int, k: int, group_size: int | None) -> int:
+def check_scales(scales: torch.Tensor, n: int, k: int, group_size: int | None) -> int:
     import torch
 
     if (
@@ -175,7 +91,7 @@ def _check_scales(scales: torch.Tensor, n: int, k: int, group_size: int | None) 
     return k if groups == 1 else group_size
 
 
-def _check_zeros(zeros: torch.Tensor | None, scales: torch.Tensor, bits: int) -> torch.Tensor | None:
+def check_zeros(zeros: torch.Tensor | None, scales: torch.Tensor, bits: int) -> torch.Tensor | None:
     import torch
 
     if zeros is None:
@@ -209,15 +125,3 @@ def check_perm(perm: torch.Tensor, k: int) -> torch.Tensor | None:
             "pass argsort(g_idx, stable=True)",
         )
     return None if bool((perm == natural).all()) else perm.to(torch.int32).contiguous()
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class GroupedBytes(GroupedCodes):
-    """`GroupedCodes` of 8 bits."""
-
-    bits: ClassVar[int] = 8
-
-
-def of_bits(bits: int) -> type[GroupedCodes]:
-    """The class of codes of 4 or 8 bits."""
-    return {4: GroupedCodes, 8: GroupedBytes}[bits]

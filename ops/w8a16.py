@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from terrazzo.lowering.request import KernelRequest
     from terrazzo.lowering.targets import Target
     from terrazzo.ops.dlpack import SupportsDLPack
-    from terrazzo.ops.grouped_codes import GroupedCodes
 
 __all__ = [
     "GroupedWeight",
@@ -127,10 +126,6 @@ def quantize_weight(
     return integer_quantizer.of_float(QuantizedWeight, weight, **facts, **options)
 
 
-def _made(codes: GroupedCodes) -> QuantizedWeight:
-    return QuantizedWeight(**vars(codes))
-
-
 def from_gptq(*tensors: Any, target: Target | str | None = None, **options: Any) -> PackedWeight:
     """`pack(read_gptq(...), target=target)`: the arguments and errors of `read_gptq`."""
     return pack(read_gptq(*tensors, **options), target=target)
@@ -169,7 +164,7 @@ def read_gptq(
         ArgumentError: wrong shapes or dtypes, other bits, a g_idx with no common unit, a contradicted config.
     """
     facts = dict(bias=bias, group_size=group_size, bits=bits, version=version, symmetric=symmetric, desc_act=desc_act)
-    return _made(gptq.unpack_gptq(qweight, qzeros, scales, g_idx, **facts, code_bits=8))
+    return gptq.unpack_gptq(qweight, qzeros, scales, g_idx, **facts, code_bits=8)
 
 
 @dlpack.accepting
@@ -202,7 +197,7 @@ def read_compressed_tensors(
     """
     tensors = weight, weight_scale, weight_zero_point, weight_shape, weight_g_idx
     facts = dict(bias=bias, group_size=group_size, bits=bits, format=format, symmetric=symmetric)
-    return _made(compressed_tensors.unpack_bytes(*tensors, **facts))
+    return compressed_tensors.unpack_bytes(*tensors, **facts)
 
 
 def kernel_requests(
@@ -260,7 +255,7 @@ def grouped_requests(
     return op.grouped_requests(n, k, experts, m=m, dtype=dtype, bias=bias, target=target, weight="u8", **facts)
 
 
-FAMILY = loaders.family_of(W8A16, pack=pack, made=_made, bits=8)
+FAMILY = loaders.family_of(W8A16, pack=pack, bits=8)
 read_layer = FAMILY.read_layer
 """Canonical weight of one layer: see `Family.read_layer`."""
 load_layer = FAMILY.load_layer

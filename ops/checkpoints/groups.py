@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.checkpoints.words import check_group, shape_error
-from terrazzo.ops.grouped_codes import GROUPS, GroupedCodes, derive_group, of_bits
+from terrazzo.ops.grouped_codes import GROUPS, derive_group
+from terrazzo.ops.weight_only.byte_integers import of_bits
+from terrazzo.ops.weight_only.integers import QuantizedWeight
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +23,7 @@ def by_index(
     group_size: int | None,
     desc_act: bool | None,
     code_bits: int = 4,
-) -> GroupedCodes:
+) -> QuantizedWeight:
     """Canonical weight from codes [N, K], scales and zeros [N, G], and the group of each column (None: in order)."""
     import torch
 

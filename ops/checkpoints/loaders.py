@@ -276,7 +276,7 @@ def family_of(
 
     Args:
         pack, bits: see `Family`.
-        made: what a convention reads of a layer -> its canonical weight; None: it is one, of small floats.
+        made: what a convention reads of a layer -> its canonical weight; None: it is one.
         read: in its place, (convention, product, tensors, config, **options) -> canonical weight.
     """
 

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 from terrazzo.ops.checkpoints import loaders
 from terrazzo.ops.checkpoints.loaders import Layer
 from terrazzo.ops.products.wide import W4A16
-from terrazzo.ops.w4a16.importers import made
 from terrazzo.ops.weight_only.integers import PackedWeight, QuantizedWeight, pack
 
 if TYPE_CHECKING:
     import torch
     from terrazzo.lowering.targets import Target
 
-FAMILY = loaders.family_of(W4A16, pack=pack, made=made)
+FAMILY = loaders.family_of(W4A16, pack=pack)
 
 
 def read_layer(

@@ -17,12 +17,6 @@ from terrazzo.ops.weight_only.integers import PackedWeight, QuantizedWeight, pac
 if TYPE_CHECKING:
     from terrazzo.lowering.targets import Target
     from terrazzo.ops.dlpack import SupportsDLPack
-    from terrazzo.ops.grouped_codes import GroupedCodes
-
-
-def made(codes: GroupedCodes) -> QuantizedWeight:
-    """The canonical weight of a layer's codes."""
-    return QuantizedWeight(**vars(codes))
 
 
 def from_awq(*tensors, target: Target | str | None = None, **options) -> PackedWeight:
@@ -65,7 +59,7 @@ def read_awq(
         ArgumentError: wrong shapes or dtypes, other bits, or version gemv, gemv_fast, marlin.
     """
     facts = dict(bias=bias, group_size=group_size, bits=bits, version=version)
-    return made(unpack_awq(qweight, qzeros, scales, **facts))
+    return unpack_awq(qweight, qzeros, scales, **facts)
 
 
 @dlpack.accepting
@@ -109,7 +103,7 @@ def read_gptq(
     """
     facts = dict(bias=bias, group_size=group_size, bits=bits, version=version)
     facts |= dict(symmetric=symmetric, desc_act=desc_act, zero_overflow=zero_overflow)
-    return made(unpack_gptq(qweight, qzeros, scales, g_idx, **facts))
+    return unpack_gptq(qweight, qzeros, scales, g_idx, **facts)
 
 
 @dlpack.accepting
@@ -145,4 +139,4 @@ def read_compressed_tensors(
     """
     facts = dict(bias=bias, group_size=group_size, bits=bits, format=format, symmetric=symmetric)
     tensors = weight_packed, weight_scale, weight_zero_point, weight_shape, weight_g_idx
-    return made(unpack_packed(*tensors, **facts))
+    return unpack_packed(*tensors, **facts)

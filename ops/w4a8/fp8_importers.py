@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from terrazzo.lowering.targets import Target
     from terrazzo.ops.dlpack import SupportsDLPack
-    from terrazzo.ops.grouped_codes import GroupedCodes
+    from terrazzo.ops.weight_only.integers import QuantizedWeight as Integers
 
 
 def from_compressed_tensors(*tensors, target: Target | str | None = None, **options) -> PackedWeight:
@@ -52,7 +52,7 @@ def read_compressed_tensors(
     return _made(unpack(weight, weight_scale, weight_zero_point, weight_shape, **facts))
 
 
-def _made(source: GroupedCodes) -> QuantizedWeight:
+def _made(source: Integers) -> QuantizedWeight:
     if source.zeros is not None and bool((source.zeros != 8).any()):
         raise ArgumentError(
             "weight_zero_point", "not 0", "codes are signed e4m3 operands: the layer must be symmetric",

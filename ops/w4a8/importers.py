@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from terrazzo.lowering.targets import Target
     from terrazzo.ops.dlpack import SupportsDLPack
-    from terrazzo.ops.grouped_codes import GroupedCodes
+    from terrazzo.ops.weight_only.integers import QuantizedWeight as Integers
 
 _STEPS = 32
 """Channel scales tried for each row when a layer is requantized."""
@@ -112,7 +112,7 @@ def read_compressed_tensors(
     return of_groups(unpack(weight, weight_scale, weight_zero_point, weight_shape, **facts), requantize)
 
 
-def of_groups(source: GroupedCodes, requantize: bool = False) -> QuantizedWeight:
+def of_groups(source: Integers, requantize: bool = False) -> QuantizedWeight:
     """Two levels of codes with a free scale for each group: see `read_compressed_tensors`."""
     import torch
 

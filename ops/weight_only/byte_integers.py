@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class QuantizedWeight(integers.QuantizedWeight):
-    """An 8-bit weight [N, K] in plain rows: attributes and `canonical`, which checks it, of `GroupedCodes`."""
+    """An 8-bit weight [N, K] in plain rows: attributes and `canonical`, which checks it, as of 4 bits."""
 
     _product: ClassVar[Product] = W8A16
     weight: ClassVar[str] = "u8"
@@ -32,3 +32,8 @@ class PackedWeight(integers.PackedWeight, of=QuantizedWeight):
 
     VERSION = W8A16.version
     weight: ClassVar[str] = "u8"
+
+
+def of_bits(bits: int) -> type[integers.QuantizedWeight]:
+    """The canonical class of codes of 4 or 8 bits."""
+    return {4: integers.QuantizedWeight, 8: QuantizedWeight}[bits]

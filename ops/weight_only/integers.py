@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
 from terrazzo.ops.grouped_codes import GROUPS as GROUPS
-from terrazzo.ops.grouped_codes import MOST_ZERO, GroupedCodes, check_perm
+from terrazzo.ops.grouped_codes import MOST_ZERO, check_perm, check_scales, check_zeros, expand_groups
 from terrazzo.ops.products.codes import Codes, get_codes
 from terrazzo.ops.products.wide import W4A16
+from terrazzo.ops.weight.base import Plain
 from terrazzo.ops.weight_only.decoding import decode
 from terrazzo.ops.weight_only.packed import BLOCK_K as BLOCK_K
 from terrazzo.ops.weight_only.packed import BLOCK_N, WeightOnly, records, row_order
@@ -33,11 +34,79 @@ WEIGHT = "u4"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class QuantizedWeight(GroupedCodes):
-    """A 4-bit weight [N, K] in plain rows: attributes and `canonical`, which checks it, of `GroupedCodes`."""
+class QuantizedWeight(Plain):
+    """A 4-bit weight [N, K] in plain rows, of 8 bits in w8a16. Build it with `canonical`, which checks it.
+
+    Attributes:
+        codes: uint8 [N, K], 0..15 or 0..255.
+        scales: f16, bf16 or f32 [N, G], G = ceil(K / group_size).
+        zeros: uint8 [N, G], 0..16 (16 occurs in GPTQ v1 checkpoints) or 0..255; None means 8, or 128, everywhere
+            (symmetric).
+        group_size: 32, 64, 128 or K.
+        perm: int32 [K] | None; column j of `codes` is input channel perm[j] (act-order).
+        bias: [N] | None.
+    """
 
     _product: ClassVar[Product] = W4A16
     weight: ClassVar[str] = WEIGHT
+    bits: ClassVar[int] = 4
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    group_size: int
+    zeros: torch.Tensor | None = None
+    perm: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    @classmethod
+    @dlpack.accepting
+    def canonical(
+        cls,
+        codes: SupportsDLPack,
+        scales: SupportsDLPack,
+        zeros: SupportsDLPack | None = None,
+        *,
+        group_size: int | None = None,
+        perm: SupportsDLPack | None = None,
+        bias: SupportsDLPack | None = None,
+    ) -> QuantizedWeight:
+        """Check shapes, dtypes and values, and bring the weight to canonical form.
+
+        Args:
+            codes: integers [N, K], 0..15; of 8 bits 0..255.
+            scales: f16, bf16 or f32 [N, G]; finite.
+            zeros: integers [N, G], 0..16, or None for 8. All 8 becomes None. Of 8 bits 0..255, and 128.
+            group_size: input channels for each scale; None or -1 derives it from K and G. A multiple of 32 is
+                expanded to 128, 64 or 32 (its scales are repeated), a group that holds all of K becomes K.
+            perm: integers [K], a permutation; the identity becomes None.
+            bias: f16, bf16 or f32 [N].
+
+        Raises:
+            ArgumentError: for anything that does not fit; the message names the argument and the remedy.
+        """
+        import torch
+
+        codes, scales, zeros, perm, bias = weights.as_tensors(
+            codes=codes, scales=scales, zeros=zeros, perm=perm, bias=bias
+        )
+        other = "; weights of 8 bits are those of w8a16" if cls.bits == 4 else ""
+        last, remedy = (1 << cls.bits) - 1, f"add {1 << cls.bits - 1} to signed codes{other}"
+        n, k = weights.check_codes(codes, 0, last, remedy)
+        group_size = check_scales(scales, n, k, group_size)
+        zeros = check_zeros(zeros, scales, cls.bits)
+        if group_size not in (k, *GROUPS):
+            group_size, source = expand_groups(group_size, k, scales.device)
+            scales, zeros = scales[:, source], None if zeros is None else zeros[:, source]
+        if perm is not None:
+            perm = check_perm(perm, k)
+        return cls(
+            codes=codes.to(torch.uint8).contiguous(),
+            scales=scales.contiguous(),
+            group_size=group_size,
+            zeros=None if zeros is None else zeros.contiguous(),
+            perm=perm,
+            bias=weights.bias_of(bias, n),
+        )
 
     @property
     def format(self) -> Codes:

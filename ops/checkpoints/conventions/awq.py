@@ -19,7 +19,7 @@ from terrazzo.ops.checkpoints.conventions.base import (
 )
 from terrazzo.ops.checkpoints.groups import exact_groups
 from terrazzo.ops.checkpoints.words import check_bits, check_float, check_group, check_words, nibbles
-from terrazzo.ops.grouped_codes import GroupedCodes
+from terrazzo.ops.weight_only.integers import QuantizedWeight
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,7 @@ def unpack_awq(
     group_size: int | None = None,
     bits: int = 4,
     version: str = "gemm",
-) -> GroupedCodes:
+) -> QuantizedWeight:
     """Codes of a layer; arguments and errors as of `w4a16.read_awq`."""
     if not isinstance(version, str) or version.lower() != "gemm":
         raise ArgumentError(
@@ -63,7 +63,7 @@ def unpack_awq(
         zeros = _awq_nibbles(qzeros).T
     codes = _awq_nibbles(qweight).T
     size = exact_groups(k, scales.shape[0], check_group(group_size))
-    return GroupedCodes.canonical(codes, scales.T, zeros, group_size=size, bias=bias)
+    return QuantizedWeight.canonical(codes, scales.T, zeros, group_size=size, bias=bias)
 
 
 def _awq_nibbles(words: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,7 @@ def _awq_nibbles(words: torch.Tensor) -> torch.Tensor:
     return values.view(values.shape[0], -1, 8)[..., list(AWQ_ORDER)].view(values.shape)
 
 
-def _read(tensors: Tensors, config: LayerConfig, product: Product, **options: object) -> GroupedCodes:
+def _read(tensors: Tensors, config: LayerConfig, product: Product, **options: object) -> QuantizedWeight:
     needs_zeros(tensors, "awq", config)
     facts = dict(bits=config.bits_for(product), group_size=config.group_size, version=config.version or "gemm")
     return unpack_awq(**({"qzeros": None} | tensors | facts))

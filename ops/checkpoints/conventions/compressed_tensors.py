@@ -21,7 +21,8 @@ from terrazzo.ops.checkpoints.words import (
     codes_of,
     shape_error,
 )
-from terrazzo.ops.grouped_codes import GroupedCodes, of_bits
+from terrazzo.ops.weight_only.byte_integers import of_bits
+from terrazzo.ops.weight_only.integers import QuantizedWeight
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +43,7 @@ def unpack_packed(
     format: str = "pack-quantized",
     symmetric: bool | None = None,
     code_bits: int = 4,
-) -> GroupedCodes:
+) -> QuantizedWeight:
     """Codes of a pack-quantized layer; arguments and errors as of `w4a16.read_compressed_tensors`. code_bits: what the
     caller reads, 4 or 8."""
     import torch
@@ -116,7 +117,7 @@ def unpack(
     format: str | None = None,
     symmetric: bool | None = None,
     code_bits: int = 4,
-) -> GroupedCodes:
+) -> QuantizedWeight:
     """Codes of an int-quantized or pack-quantized layer, with free scales; arguments and errors as of
     `w4a8.read_compressed_tensors`. code_bits: what the caller reads, 4 or 8."""
     import torch
@@ -168,7 +169,7 @@ def unpack_bytes(
     bits: int = 8,
     format: str | None = None,
     **facts: Any,
-) -> GroupedCodes:
+) -> QuantizedWeight:
     """Codes of 8 bits; arguments and errors as of `w8a16.read_compressed_tensors`."""
     import torch
 
@@ -187,7 +188,7 @@ def unpack_bytes(
     return unpack(*tensors, format=format, code_bits=8, **facts)
 
 
-def read(tensors: Tensors, config: LayerConfig, product: Product, **options: Any) -> GroupedCodes:
+def read(tensors: Tensors, config: LayerConfig, product: Product, **options: Any) -> QuantizedWeight:
     """Codes of a layer, packed or not.
 
     Raises:

@@ -21,7 +21,7 @@ from terrazzo.ops.checkpoints.conventions.base import (
 from terrazzo.ops.checkpoints.groups import by_index
 from terrazzo.ops.checkpoints.patterns import matches
 from terrazzo.ops.checkpoints.words import check_bits, check_float, check_index, check_words, codes_of, word_bytes
-from terrazzo.ops.grouped_codes import GroupedCodes
+from terrazzo.ops.weight_only.integers import QuantizedWeight
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ def unpack_gptq(
     desc_act: bool | None = None,
     zero_overflow: str = "wrap",
     code_bits: int = 4,
-) -> GroupedCodes:
+) -> QuantizedWeight:
     """Codes of a layer; arguments and errors as of `w4a16.read_gptq`. code_bits: what the caller reads, 4 or 8."""
     import torch
 
@@ -124,7 +124,7 @@ def _zeros(
     return (stored + 1) & last if zero_overflow == "wrap" else stored + 1
 
 
-def _read(tensors: Tensors, config: LayerConfig, product: Product, zero_overflow: str = "wrap") -> GroupedCodes:
+def _read(tensors: Tensors, config: LayerConfig, product: Product, zero_overflow: str = "wrap") -> QuantizedWeight:
     needs_zeros(tensors, "gptq", config)
     bits, version = config.bits_for(product), config.version
     facts = dict(bits=bits, code_bits=product.codes.bits, group_size=config.group_size, zero_overflow=zero_overflow)
