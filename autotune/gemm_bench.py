@@ -1,8 +1,7 @@
 """Linear layers beside cuBLAS f16 (and peers that a caller brings) over shapes and numbers of tokens, outputs checked
 first.
 
-`bench` measures rows of a `Shape`: `weight_only_bench` has that of every weight format with 16-bit activations,
-`w4a8_bench` and `w4ax_bench` those of quantized ones.
+`bench` measures rows of a `Shape`: `linear_bench` has those of every product.
 """
 
 from __future__ import annotations

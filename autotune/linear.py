@@ -9,9 +9,9 @@ from terrazzo.autotune.database import Problem
 from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.kinds.base import Facts, Kind
+from terrazzo.ops.kinds.base import Kind
 from terrazzo.ops.kinds.table import KINDS
-from terrazzo.schedules import linear_spaces, models, spaces, w4ax
+from terrazzo.schedules import linear_spaces, models, spaces
 from terrazzo.schedules.roofline import Roofline, bounds
 
 if TYPE_CHECKING:
@@ -28,29 +28,10 @@ def settings_of(name: str, *, dtype: str, group: int | None = None) -> tuple[typ
     Raises:
         ArgumentError: a format that the operator does not have.
     """
+    from terrazzo.autotune.linear_bench import shape_of
+
     kind = KINDS[name]
     return shape_of(kind, kind.facts(_ANY, _ANY, 0, dtype=dtype, group=group, symmetric=False))
-
-
-def shape_of(kind: Kind, facts: Facts) -> tuple[type[Shape], Settings]:
-    """How rows of a problem are measured."""
-    from terrazzo.autotune import w4a8_bench, w4ax_bench, w8a8_bench, weight_only_bench
-
-    product, dtype, group = kind.product, facts.get("dtype") or facts["out_dtype"], facts.get("group") or facts["k"]
-    if product.wide:
-        own = dict(group=group, symmetric=facts["symmetric"], weight=product.codes.name)
-        return weight_only_bench.WeightOnlyShape, weight_only_bench.WeightOnlySettings(dtype, **own)
-    if product.direct:
-        block = kind.in_blocks(facts)
-        own = dict(group=group if block else facts["k"], codes=product.codes.name, block=block)
-        return w8a8_bench.W8A8Shape, w8a8_bench.W8A8Settings(dtype, **own)
-    if product.converted:
-        shapes = (w4a8_bench.W4A8Shape, w4a8_bench.Fp8Shape, w4a8_bench.Mxfp4Shape)
-        made = next(it for it in shapes if it.product is product)
-        return made, w4a8_bench.W4A8Settings(dtype, group)
-    ratio = facts["blocks8"] / -(-facts["k"] // w4ax.BLOCK)
-    own = dict(ratio=ratio, scales=facts.get("scales", "block"))
-    return w4ax_bench.W4AxShape, w4ax_bench.W4AxSettings(dtype, **own)
 
 
 class Linear(Operator):
@@ -106,10 +87,10 @@ class Linear(Operator):
         return 2.0 * problem.m * problem.n * problem.k
 
     def subject(self, problem: Problem, target: Target) -> Subject:
-        from terrazzo.autotune import gemm_bench, grouped_bench, subjects
+        from terrazzo.autotune import gemm_bench, grouped_bench, linear_bench, subjects
 
         facts = dict(problem.facts)
-        kind, settings = shape_of(self.kind, facts)
+        kind, settings = linear_bench.shape_of(self.kind, facts)
         if not self.experts:
             peers = [gemm_bench.Cublas()]
             return subjects.Gemm(kind(problem.n, problem.k, settings, target, peers, target.dram_gb_s))

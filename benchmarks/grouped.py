@@ -147,21 +147,12 @@ def _of_another_target(layer: Layer, rows: list[int], each: list[int], packed_fo
 def experts_of(op: str, layer: Layer, packed_for: str | None = None) -> Any:
     """Stacked weights: one random weight whose blocks of rows are rotated for each expert."""
     import torch
-    from terrazzo.autotune import w4a8_bench, w4ax_bench, weight_only_bench
     from terrazzo.autotune.grouped_bench import turned
+    from terrazzo.autotune.linear_bench import LinearSettings, random_weight
 
     random = torch.Generator("cuda").manual_seed(7)
-    if op == "w4ax":
-        packed = w4ax_bench.random_weight(layer.n, layer.k, 0.25, random, "two_level").pack()
-    elif op in ("mxfp4", "mxfp4_fp8"):
-        weight = w4a8_bench.random_mxfp4_weight(layer.n, layer.k, random)
-        packed = operator_of(op).pack(weight.codes, weight.scales)
-    elif op != "w4a16":
-        made = w4a8_bench.random_weight if op == "w4a8" else w4a8_bench.random_fp8_weight
-        packed = made(layer.n, layer.k, GROUP[op], random).pack()
-    else:
-        settings = weight_only_bench.WeightOnlySettings(dtype="bfloat16", group=GROUP[op])
-        packed = weight_only_bench.random_weight(layer.n, layer.k, settings, random).pack(target=packed_for)
+    settings = LinearSettings("bfloat16", record=op, group=GROUP[op])
+    packed = random_weight(layer.n, layer.k, settings, random).pack(target=packed_for)
     return operator_of(op).GroupedWeight.stack(turned(packed, layer.experts))
 
 

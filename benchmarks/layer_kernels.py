@@ -117,9 +117,11 @@ def w4ax_blocks8(k: int) -> int:
 def w4ax_weight(k: int) -> Any:
     """A weight of 64 rows, which says what the quantizer makes."""
     import torch
-    from terrazzo.autotune import w4ax_bench
+    from terrazzo.autotune.linear_bench import LinearSettings, random_weight
+    from terrazzo.ops.products.mixed import W4AX
 
-    return w4ax_bench.random_weight(64, k, 0.25, torch.Generator(DEVICE).manual_seed(k), "two_level").pack()
+    random = torch.Generator(DEVICE).manual_seed(k)
+    return random_weight(64, k, LinearSettings(record=W4AX.record), random).pack()
 
 
 def moved(kernel: str, m: int, k: int, quant: str) -> int:

@@ -35,10 +35,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     from terrazzo.autotune.gemm_bench import bench
-    from terrazzo.autotune.weight_only_bench import WeightOnlySettings, WeightOnlyShape
+    from terrazzo.autotune.linear_bench import LinearSettings, LinearShape
 
     options = arguments(argv)
-    settings = WeightOnlySettings(
+    settings = LinearSettings(
         dtype=options.dtype,
         group=options.group,
         symmetric=options.symmetric,
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def measure(problems: Any, ms: Any, **callbacks: Any) -> dict[str, Any]:
         own = dict(compile_all=gemm.compiling(options), commit=options.commit)
-        return bench(WeightOnlyShape, problems, ms, settings, **own, **callbacks)
+        return bench(LinearShape, problems, ms, settings, **own, **callbacks)
 
     return gemm.main(PROGRAM, measure, options)
 

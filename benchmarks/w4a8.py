@@ -56,15 +56,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     from terrazzo.autotune.gemm_bench import bench
-    from terrazzo.autotune.w4a8_bench import PEERS, W4A8Settings, W4A8Shape
+    from terrazzo.autotune.linear_bench import ByteShape
+
+    from benchmarks.peers.torch_bytes import PEERS
 
     options = arguments(argv)
-    settings = W4A8Settings(
-        dtype=options.dtype,
-        group=options.group,
-        budget_ms=options.budget_ms,
-        peers=() if options.no_peers else (*PEERS, *INT8_PEERS),
-    )
+    settings = _settings(options, (*PEERS, *INT8_PEERS))
 
     def measure(problems: Any, ms: Any, on_shape: Any, **callbacks: Any) -> dict[str, Any]:
         extra = quantizer_problems(options, (k for _, k in problems))
@@ -72,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
             : len(requests)
         ]
         facts = dict(compile_all=both, commit=options.commit, on_shape=on_shape)
-        result = bench(W4A8Shape, problems, ms, settings, **facts, **callbacks)
+        result = bench(ByteShape, problems, ms, settings, **facts, **callbacks)
         result["quantizer"] = time_quantizer(extra, options, result["copy_gb_s"])
         on_shape(result)
         return result
@@ -94,22 +91,28 @@ def main(argv: list[str] | None = None) -> int:
 def measure_fp8(options: argparse.Namespace, problems: Any, ms: Any, **callbacks: Any) -> dict[str, Any]:
     """The result of a run with --fp8 or --mxfp4."""
     from terrazzo.autotune.gemm_bench import bench
-    from terrazzo.autotune.w4a8_bench import FP8_PEERS, W4A8Settings
 
-    settings = W4A8Settings(
-        dtype=options.dtype,
-        group=options.group,
-        budget_ms=options.budget_ms,
-        peers=() if options.no_peers else (*FP8_PEERS, *MORE_FP8_PEERS),
-    )
+    from benchmarks.peers.torch_bytes import FP8_PEERS
+
+    settings = _settings(options, (*FP8_PEERS, *MORE_FP8_PEERS))
     return bench(_kind(options), problems, ms, settings, gemm.compiling(options), commit=options.commit, **callbacks)
 
 
 def _kind(options: argparse.Namespace) -> Any:
     """How the rows of a run are measured."""
-    from terrazzo.autotune.w4a8_bench import Fp8Shape, Mxfp4Shape, W4A8Shape
+    from terrazzo.autotune.linear_bench import ByteShape, E4M3Shape
 
-    return Mxfp4Shape if options.mxfp4 else Fp8Shape if options.fp8 else W4A8Shape
+    return E4M3Shape if options.mxfp4 or options.fp8 else ByteShape
+
+
+def _settings(options: argparse.Namespace, peers: tuple[Any, ...]) -> Any:
+    """What the rows of a run share."""
+    from terrazzo.autotune.linear_bench import LinearSettings
+    from terrazzo.ops.products import converted
+
+    product = converted.MXFP4_FP8 if options.mxfp4 else converted.W4A8_FP8 if options.fp8 else converted.W4A8
+    own = dict(group=options.group, budget_ms=options.budget_ms, peers=() if options.no_peers else peers)
+    return LinearSettings(options.dtype, **own, record=product.record)
 
 
 def requests(options: argparse.Namespace, settings: Any, arch: str = "sm_90a") -> list[Any]:

@@ -19,10 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from terrazzo.autotune.gemm_bench import bench
-from terrazzo.autotune.w4a8_bench import TorchInt8
-from terrazzo.autotune.w4ax_bench import W4AxSettings, W4AxShape
+from terrazzo.autotune.linear_bench import LinearSettings, MixedShape
+from terrazzo.ops.products.mixed import W4AX
 
 from benchmarks import gemm
+from benchmarks.peers.torch_bytes import TorchInt8
 
 MODELS = ("llama-2-13b", "llama-3-8b", "llama-3-70b", "qwen2-72b")
 MS = (2, 4, 8, 16, 64, 96, 160, 256)
@@ -56,7 +57,8 @@ def shapes_of(problems: Mapping[tuple[int, int], Sequence[str]]) -> dict[tuple[i
 
 def main(argv: list[str] | None = None) -> int:
     options = gemm.arguments(PROGRAM, argv)
-    settings = W4AxSettings(
+    settings = LinearSettings(
+        record=W4AX.record,
         dtype=options.dtype,
         budget_ms=options.budget_ms,
         peers=() if options.no_peers else (IntMm(),),
@@ -69,13 +71,13 @@ def main(argv: list[str] | None = None) -> int:
         from terrazzo.schedules.models import shapes
 
         target, problems = Target.parse("sm_90a"), shapes_of(shapes(options.models))
-        found = {r for n, k in problems for r in W4AxShape.requests(n, k, options.m, settings, target)}
+        found = {r for n, k in problems for r in MixedShape.requests(n, k, options.m, settings, target)}
         print(f"{len(found)} kernels for sm_90a")
         return 0
 
     def measure(problems: Any, ms: Any, **callbacks: Any) -> dict[str, Any]:
         facts = dict(compile_all=gemm.compiling(options), commit=options.commit)
-        return bench(W4AxShape, shapes_of(problems), ms, settings, **facts, **callbacks)
+        return bench(MixedShape, shapes_of(problems), ms, settings, **facts, **callbacks)
 
     return gemm.main(PROGRAM, measure, options)
 

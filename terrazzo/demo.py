@@ -215,11 +215,10 @@ def _run_on_gpu(stage: _Stage, weight: QuantizedWeight) -> None:
         stage.say("No GPU here, so nothing was run on one; with a GPU the demo also times the operator beside cuBLAS.")
         return
     from terrazzo.autotune.gemm_bench import bench
+    from terrazzo.autotune.linear_bench import LinearSettings, LinearShape
     from terrazzo.autotune.measure import check_outputs
-    from terrazzo.autotune.weight_only_bench import WeightOnlySettings, WeightOnlyShape
     from terrazzo.ops import w4a16
     from terrazzo.ops.w4a16 import reference
-    from terrazzo.ops.weight_only.reference import UNIT_ROUNDOFF
 
     with stage.step(f"The operator on this {torch.cuda.get_device_name()}") as facts:
         device = weight.to("cuda")
@@ -229,12 +228,12 @@ def _run_on_gpu(stage: _Stage, weight: QuantizedWeight) -> None:
         # The numerics that the kernel chose do not matter here: the widest of the bounds holds for all of them.
         kinds = ("exact", "fused", "post") if weight.scales.dtype == dtype else ("post",)
         bound = torch.stack([reference.forward_error_bound(x, device, kind) for kind in kinds]).amax(0)
-        rounding = 2 * UNIT_ROUNDOFF[str(dtype).removeprefix("torch.")]
+        rounding = torch.finfo(dtype).eps
         bound += rounding * x.double().abs() @ reference.dequantize(device, "post").abs().T
         problem = check_outputs(w4a16.gemm(x, packed), reference.gemm(x, device, "post"), bound)
         stage.say(f"the layer above, {CHECKED_M} tokens: {problem or 'every element is inside its error bound'}")
-        problems, settings = {TIMED: ("llama-3-8b.gate_up",)}, WeightOnlySettings()
-        result = bench(WeightOnlyShape, problems, COMPILED_M, settings, compile_all=_quiet_compile(stage))
+        problems, settings = {TIMED: ("llama-3-8b.gate_up",)}, LinearSettings()
+        result = bench(LinearShape, problems, COMPILED_M, settings, compile_all=_quiet_compile(stage))
         facts |= {"ok": not problem and not any("failure" in row for row in result["rows"]), "timed": result}
         stage.say(f"w{list(TIMED)}, group 128, zero points; us, copies reach {result['copy_gb_s']:.0f} GB/s here:")
         if not stage.quiet:

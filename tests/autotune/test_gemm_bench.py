@@ -9,7 +9,7 @@ import pytest
 import torch
 from terrazzo.autotune import gemm_bench, measure
 from terrazzo.autotune.linear import settings_of
-from terrazzo.autotune.weight_only_bench import WeightOnlySettings, WeightOnlyShape
+from terrazzo.autotune.linear_bench import LinearSettings, LinearShape
 from terrazzo.lowering.errors import CompileError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import w4a16
@@ -76,17 +76,17 @@ def on_the_cpu(monkeypatch):
 
 
 def bench(peers=(), ms=(1, 7), compile_all=lambda requests: [None] * len(requests), **settings):
-    made = WeightOnlySettings(peers=peers, **settings)
-    return gemm_bench.bench(WeightOnlyShape, SHAPES, ms, made, compile_all, commit="abc")
+    made = LinearSettings(peers=peers, **settings)
+    return gemm_bench.bench(LinearShape, SHAPES, ms, made, compile_all, commit="abc")
 
 
 def test_a_run_has_every_field(on_the_cpu):
     seen, lengths = [], []
     result = gemm_bench.bench(
-        WeightOnlyShape,
+        LinearShape,
         SHAPES,
         (1, 7),
-        WeightOnlySettings(),
+        LinearSettings(),
         compile_all=lambda requests: [None] * len(requests),
         on_row=seen.append,
         on_shape=lambda so_far: lengths.append(len(so_far["rows"])),

@@ -67,12 +67,12 @@ def test_nothing_to_time_is_refused():
 
 def test_benchmarks_ask_for_a_gpu():
     from terrazzo.autotune.gemm_bench import bench
-    from terrazzo.autotune.weight_only_bench import WeightOnlySettings, WeightOnlyShape
+    from terrazzo.autotune.linear_bench import LinearSettings, LinearShape
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(ToolchainError, match="needs a CUDA GPU"):
-        bench(WeightOnlyShape, {(64, 64): ()}, [1], WeightOnlySettings())
+        bench(LinearShape, {(64, 64): ()}, [1], LinearSettings())
 
 
 class Clock:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from terrazzo.autotune import gemm_bench, measure, w4a8_bench
+from terrazzo.autotune import gemm_bench, linear_bench, measure
 from terrazzo.ops import w4a8
 from terrazzo.ops.w4a8 import QuantizedActivations, reference
 from test_gemm_bench import Rival
 from test_gemm_bench import on_the_cpu as clockless
 
 from benchmarks import w4a8 as program
+from benchmarks.peers import torch_bytes
 from benchmarks.report import FIELDS, ROW_FIELDS
 
 SHAPES = {(128, 256): ("model.qkv",), (64, 384): ("model.o", "other.o")}
 on_the_cpu = clockless
+SETTINGS = partial(linear_bench.LinearSettings, record="w4a8", group=64)
 
 
 @pytest.fixture
@@ -39,10 +42,9 @@ def operator(on_the_cpu):
 
 
 def bench(ms=(1, 40), peers=(), **settings):
-    made = w4a8_bench.W4A8Settings(peers=peers, **settings)
-    return gemm_bench.bench(
-        w4a8_bench.W4A8Shape, SHAPES, ms, made, lambda requests: [None] * len(requests), commit="abc"
-    )
+    made = SETTINGS(peers=peers, **settings)
+    compiled = lambda requests: [None] * len(requests)
+    return gemm_bench.bench(linear_bench.ByteShape, SHAPES, ms, made, compiled, commit="abc")
 
 
 def test_a_run_has_every_field(operator):
@@ -125,9 +127,9 @@ def test_peers_prepare_and_judge_their_own_product(operator):
 
 def test_the_8_bit_peers_judge_themselves():
     rng = torch.Generator().manual_seed(0)
-    weight = w4a8_bench.random_weight(64, 128, 64, rng)
-    x, dense = torch.randn(5, 128, generator=rng).half(), w4a8_bench.dense_of(weight, torch.float16)
-    int8, fp8 = w4a8_bench.TorchInt8(), w4a8_bench.TorchFp8()
+    weight = linear_bench.random_weight(64, 128, SETTINGS(), rng)
+    x, dense = torch.randn(5, 128, generator=rng).half(), linear_bench.dense_of(weight, torch.float16)
+    int8, fp8 = torch_bytes.TorchInt8(), torch_bytes.TorchFp8()
     (loaded,) = int8.load(weight, dense, lambda nbytes: 1)
     sums = (int8.prepare(x, loaded).double() @ loaded.double().T).int()
     assert int8.wrong(sums, x, loaded) == "" and int8.wrong(sums + 1, x, loaded)
@@ -136,5 +138,5 @@ def test_the_8_bit_peers_judge_themselves():
     y = (a.float() @ b.float().T * sa * sb).half()
     assert fp8.wrong(y, x, loaded) == "" and fp8.wrong(y * 1.05, x, loaded)
     assert (dense.double() - weight.dequantize()).abs().max() < 2e-3 * dense.abs().max()
-    assert all(peer.missing() for peer in w4a8_bench.PEERS) or torch.cuda.is_available()
+    assert all(peer.missing() for peer in torch_bytes.PEERS) or torch.cuda.is_available()
     assert gemm_bench.DEVICE == "cuda"

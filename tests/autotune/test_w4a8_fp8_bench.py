@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from terrazzo.autotune import gemm_bench, w4a8_bench
-from terrazzo.ops import w4a8
+from terrazzo.autotune import gemm_bench, linear_bench
 from terrazzo.ops.w4a8 import QuantizedActivations, fp8, fp8_reference
 from test_gemm_bench import Rival
 from test_gemm_bench import on_the_cpu as clockless
@@ -29,16 +28,15 @@ def operator(on_the_cpu):
         y = fp8_reference.gemm(x.q, x.scales, w).to(out_dtype)
         return y if out is None else out.copy_(y)
 
-    on_the_cpu.setitem(vars(w4a8), "gemm", gemm)
+    on_the_cpu.setitem(vars(fp8), "gemm", gemm)
     on_the_cpu.setattr(fp8, "quantize_activations", quantize)
     return on_the_cpu
 
 
 def bench(ms=(1, 40), peers=()):
-    made = w4a8_bench.W4A8Settings(peers=peers, group=128)
-    return gemm_bench.bench(
-        w4a8_bench.Fp8Shape, SHAPES, ms, made, lambda requests: [None] * len(requests), commit="abc"
-    )
+    made = linear_bench.LinearSettings(record="w4a8_fp8", peers=peers)
+    compiled = lambda requests: [None] * len(requests)
+    return gemm_bench.bench(linear_bench.E4M3Shape, SHAPES, ms, made, compiled, commit="abc")
 
 
 def test_a_run_has_every_field(operator):
@@ -54,18 +52,19 @@ def test_a_run_has_every_field(operator):
 
 
 def test_a_wrong_product_is_not_timed(operator):
-    right = vars(w4a8)["gemm"]
+    right = vars(fp8)["gemm"]
 
     def wrong(x, w, *, out=None, **options):
         y = right(x, w, out=out, **options)
         y[-1, 5] += y.abs().max()
         return y
 
-    operator.setitem(vars(w4a8), "gemm", wrong)
+    operator.setitem(vars(fp8), "gemm", wrong)
     assert all(row["us"] is None and "1 of" in row["failure"] for row in bench(ms=(3,))["rows"])
 
 
 def test_the_dense_weight_is_the_weight():
-    weight = w4a8_bench.random_fp8_weight(70, 200, 64, torch.Generator().manual_seed(0))
-    dense = w4a8_bench.dense_fp8(weight, torch.float16)
+    settings = linear_bench.LinearSettings(record="w4a8_fp8", group=64)
+    weight = linear_bench.random_weight(70, 200, settings, torch.Generator().manual_seed(0))
+    dense = linear_bench.dense_of(weight, torch.float16)
     assert (dense.double() - weight.dequantize()).abs().max() < 1e-3 * dense.abs().max()

@@ -7,6 +7,7 @@ import torch
 from terrazzo.autotune import measure
 from terrazzo.lowering.targets import Target
 from terrazzo.ops.products.codes import WIDE
+from terrazzo.ops.products.table import of_codes
 
 
 def test_a_graph_of_calls_takes_as_long_as_the_calls():
@@ -45,10 +46,10 @@ def test_call_overhead_leaves_the_kernel_out():
 @pytest.mark.parametrize("weight", WIDE)
 def test_the_comparison_runs(weight):
     from terrazzo.autotune.gemm_bench import bench
-    from terrazzo.autotune.weight_only_bench import WeightOnlySettings, WeightOnlyShape
+    from terrazzo.autotune.linear_bench import LinearSettings, LinearShape
 
-    settings = WeightOnlySettings(budget_ms=2.0, weight=weight, group=WIDE[weight].groups[-1])
-    result = bench(WeightOnlyShape, {(1024, 1024): ("a",)}, (1, 64), settings)
+    settings = LinearSettings(budget_ms=2.0, record=of_codes(weight).record, group=WIDE[weight].groups[-1])
+    result = bench(LinearShape, {(1024, 1024): ("a",)}, (1, 64), settings)
     assert result["gpu"] == torch.cuda.get_device_name() and result["copy_gb_s"] > 0
     for row in result["rows"]:
         assert row["us"] and row["peers"]["cublas_f16"], row

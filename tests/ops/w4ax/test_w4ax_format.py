@@ -152,9 +152,10 @@ def test_packing_needs_a_target():
 
 
 def test_the_weight_of_the_benchmark_is_exact_in_both_forms():
-    from terrazzo.autotune.w4ax_bench import random_weight as of_the_benchmark
+    from terrazzo.autotune import linear_bench
 
-    weight = of_the_benchmark(130, 640, 0.25, torch.Generator().manual_seed(0), "two_level")
+    settings = linear_bench.LinearSettings(record="w4ax")
+    weight = linear_bench.random_weight(130, 640, settings, torch.Generator().manual_seed(0))
     checked = w4ax.QuantizedWeight.canonical(
         weight.codes, weight.scales, k=640, blocks8=weight.blocks8, permutation=weight.permutation,
         channel_scales=weight.channel_scales,
