@@ -60,10 +60,11 @@ class Attention(Operator):
         return attention_space.Decode(self._of(problem))
 
     def plan(self, problem: Problem, target: Target) -> Plan:
+        from terrazzo.ops.attention import checks
         from terrazzo.ops.attention.decoding import op
 
         facts, made = dict(problem.facts), op.plan.__wrapped__
-        op.check_facts(facts["dtype"], page=facts["page"], residual=facts["residual"])
+        checks.check_facts(facts["dtype"], page=facts["page"], residual=facts["residual"])
         own = {name: facts[name] for name in ("dtype", "page", "residual")} | dict(softcap=False, sinks=False)
         return made(self._layout(problem), problem.m, 1, facts["rows"], facts["tokens"], **own, target=target)
 
@@ -131,11 +132,11 @@ class AttentionPrefill(Operator):
         return Prefill(problem_of(self._layout(problem), facts["page"], facts["residual"], facts["fresh"]))
 
     def plan(self, problem: Problem, target: Target) -> Plan:
-        from terrazzo.ops.attention.decoding import op
+        from terrazzo.ops.attention import checks
         from terrazzo.ops.attention.prefilling import prefill_op
 
         facts = dict(problem.facts)
-        op.check_facts(facts["dtype"], page=facts["page"], residual=facts["residual"], fresh=facts["fresh"])
+        checks.check_facts(facts["dtype"], page=facts["page"], residual=facts["residual"], fresh=facts["fresh"])
         own = {name: facts[name] for name in ("dtype", "page", "residual", "fresh")} | dict(softcap=False, sinks=False)
         return prefill_op.plan.__wrapped__(self._layout(problem), **own, target=target)
 

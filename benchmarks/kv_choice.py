@@ -126,7 +126,7 @@ def agreement() -> str:
 
 def _f16_tokens(k_format: str) -> str:
     from terrazzo.ops.attention.cache.format import kept_in_f16
-    from terrazzo.ops.formats.kv import get_format
+    from terrazzo.ops.products.kv import get_format
 
     newest, first = kept_in_f16(k_format)
     kind = "block" if get_format(k_format).group else "ring"

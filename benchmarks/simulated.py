@@ -16,7 +16,7 @@ from terrazzo.nn import products
 from terrazzo.ops.attention.cache import quantizer
 from terrazzo.ops.attention.cache.format import kept_in_f16
 from terrazzo.ops.attention.cache.layout import CacheLayout
-from terrazzo.ops.formats.kv import get_format
+from terrazzo.ops.products.kv import get_format
 from torch import nn
 from torch.nn import functional as F
 

@@ -179,7 +179,7 @@ def decode(
     if _on_kernels(q):
         return batch.decode(q, layer, scale=scale, softcap=softcap, window=window, sinks=sinks)
     if cpu.asked_for_oracle():
-        return torch_op.call_decode(q, batch._view(layer), scale, softcap, window, sinks)[0]
+        return torch_op.call("decode", (q,), batch._view(layer), scale, softcap, window, sinks)[0]
     return cpu_attention.decode(q, batch._view(layer), Options(scale, softcap, window, sinks))
 
 
@@ -201,4 +201,4 @@ def prefill(
     most, options = max(batch.new, default=0), (scale, softcap, window, sinks)
     if not cpu.asked_for_oracle():
         return cpu_attention.prefill(q, batch._view(layer), batch.starts.tolist(), k, v, Options(*options))
-    return torch_op.call_prefill(q, batch._view(layer), batch.starts, most, k, v, *options)[0]
+    return torch_op.call("prefill", (q,), batch._view(layer), batch.starts, most, k, v, *options)[0]

@@ -15,7 +15,7 @@ from terrazzo.nn.formats import Format
 from terrazzo.ops import w4a8, w4ax
 from terrazzo.ops.attention.cache.quantizer import E4M3_MAX
 from terrazzo.ops.attention.kv_cache import KVCache
-from terrazzo.ops.formats.kv import FORMATS
+from terrazzo.ops.products.kv import FORMATS
 
 ROWS = 512
 """Activations of a layer that are kept as they are."""

@@ -10,7 +10,7 @@ from terrazzo.ops.attention.cache.cache import PackedCache
 from terrazzo.ops.attention.cache.quantizer import decoded, rotated_exactly
 from terrazzo.ops.attention.decoding.reference import Options
 from terrazzo.ops.attention.writing.reference_writing import spare_layout, unpacked
-from terrazzo.ops.formats.kv import TILE_TOKENS
+from terrazzo.ops.products.kv import TILE_TOKENS
 
 ROWS = 256
 """New tokens at a time: bounds the temporary memory."""

@@ -19,7 +19,7 @@ from terrazzo.nn.sources import Published, Report
 from terrazzo.ops import weights
 from terrazzo.ops.attention.pairs import pair_of
 from terrazzo.ops.checkpoints import TensorFiles
-from terrazzo.ops.formats.kv import FORMATS
+from terrazzo.ops.products.kv import FORMATS
 from terrazzo.ops.shards import Cut
 
 if TYPE_CHECKING:

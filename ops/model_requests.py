@@ -17,11 +17,11 @@ from terrazzo.ops.attention.writing import rope_writing, writing
 from terrazzo.ops.checkpoints import files
 from terrazzo.ops.checkpoints.config import Config
 from terrazzo.ops.checkpoints.reader import Checkpoint
-from terrazzo.ops.formats.kv import HEAD_DIMS
 from terrazzo.ops.kinds.base import Serving
 from terrazzo.ops.kinds.table import KINDS
 from terrazzo.ops.model_layers import Layers, Linear, joined, of_architecture, split
 from terrazzo.ops.products import direct
+from terrazzo.ops.products.kv import HEAD_DIMS
 from terrazzo.ops.products.table import BY_RECORD
 from terrazzo.ops.stored_layers import operator_of
 from terrazzo.schedules import rows

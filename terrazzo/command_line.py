@@ -197,7 +197,7 @@ class Formats(click.ParamType):
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
         from terrazzo.ops.attention.pairs import pair_of
-        from terrazzo.ops.formats.kv import FORMATS
+        from terrazzo.ops.products.kv import FORMATS
 
         if isinstance(value, tuple):
             return value

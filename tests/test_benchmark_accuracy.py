@@ -11,7 +11,7 @@ import torch
 from terrazzo import nn
 from terrazzo.ops.attention import pack_cache
 from terrazzo.ops.attention.decoding import reference
-from terrazzo.ops.formats.kv import get_format
+from terrazzo.ops.products.kv import get_format
 
 from benchmarks import accuracy, accuracy_data, simulated, train_small
 

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.attention import entry
+from terrazzo.ops.attention import checks, entry
 from terrazzo.ops.attention.cache.cache import PackedCache, page_words
 from terrazzo.ops.attention.cache.layout import CacheLayout
 from terrazzo.ops.attention.decoding import op, reference
 from terrazzo.ops.attention.prefilling import prefill_op, prefill_reference
 from terrazzo.ops.attention.writing import reference_writing, slot_writing
-from terrazzo.ops.formats.kv import HEAD_DIMS
 from terrazzo.ops.lasting import lasting
+from terrazzo.ops.products.kv import HEAD_DIMS
 
 if TYPE_CHECKING:
     import torch
@@ -114,7 +114,7 @@ class Caches:
         """Elements of a token and kv head in the dtype that a cache is stored in: bytes, or 16 bits of a plain one."""
         name = "float16" if cache_dtype == "auto" else cache_dtype
         found = token_bytes(self.layout_of(name, name, head_dim))
-        return found // 2 if name in op.DTYPES else found
+        return found // 2 if name in checks.DTYPES else found
 
     def refusal(
         self, cache_dtype: str | None, dtype: str, head_dim: int, page: int | None, *, sinks: bool = False,
@@ -122,8 +122,8 @@ class Caches:
     ) -> str | None:  # fmt: skip
         """Why layers are not taken, None if they are. What does not depend on a layer's heads is asked before they are
         known: `target` has kernels for them in any number."""
-        if dtype not in op.DTYPES:
-            return f"activations are {dtype}, kernels read {op.DTYPES}"
+        if dtype not in checks.DTYPES:
+            return f"activations are {dtype}, kernels read {checks.DTYPES}"
         if head_dim not in HEAD_DIMS:
             return f"heads have {head_dim} dimensions, kernels have {HEAD_DIMS}"
         page, facts = PAGE if page is None else page, dict(dtype=dtype, residual=0, sinks=sinks, target=target)

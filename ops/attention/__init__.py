@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from terrazzo.ops.attention.kv_cache import KVCache
     from terrazzo.ops.attention.prefilling.prefill_op import prefill_requests
     from terrazzo.ops.attention.requests import kernel_requests
-    from terrazzo.ops.formats.kv import FORMATS, KVFormat, get_format
+    from terrazzo.ops.products.kv import FORMATS, KVFormat, get_format
 else:
     __getattr__, __dir__ = lazy.attach(
         __name__,
@@ -59,6 +59,6 @@ else:
             "prefilling.prefill_op": "prefill_requests",
             "cache.quantizer": "dequantize quantize",
             "requests": "kernel_requests",
-            "terrazzo.ops.formats.kv": "FORMATS KVFormat get_format",
+            "terrazzo.ops.products.kv": "FORMATS KVFormat get_format",
         },
     )

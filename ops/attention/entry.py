@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import dlpack, launching, quantized
+from terrazzo.ops.attention import checks
 from terrazzo.ops.attention.cache.cache import PackedCache
+from terrazzo.ops.attention.cache.launch import Choice
+from terrazzo.ops.attention.checks import Options
 from terrazzo.ops.attention.decoding import op
 from terrazzo.ops.attention.decoding.codes import codes_for, coding_of
 from terrazzo.ops.attention.prefilling import prefill_op
@@ -92,7 +95,7 @@ def decode(
             return dlpack.call(decode, locals())
         launching.check_tensor(q, "q", "[B, q_len, Hq, D]")
     if type(cache) is not PackedCache:
-        op.check_kind(cache)
+        checks.check_kind(cache)
     shape = q.shape
     ragged = cu_seqlens is not None
     if most_new and not ragged:
@@ -104,37 +107,50 @@ def decode(
     if q.requires_grad:
         launching.check_no_grad(q, "attention", "q")
     plain = plain and type(cache.pages) is torch.Tensor and not torch.compiler.is_compiling()
+    options = Options(scale, softcap, window, sinks)
     if not plain and launching.is_traced(q, cache.pages):
-        from terrazzo.ops.attention import torch_op
-
         launching.check_untraced(
             cu_seqlens=cu_seqlens, splits=splits, balanced=balanced, schedule=schedule, target=target
         )
-        op.check_kinds(sinks=sinks, smooth=smooth)
+        checks.check_tensors(sinks=sinks, smooth=smooth)
         if not torch.compiler.is_compiling():
-            op.check_numbers(scale, softcap, window)
+            options.check()
             coding_of(quant, smooth is not None, column_scales)
-        made, sums, *parts = torch_op.call_decode(q, cache, scale, softcap, window, sinks, quant, smooth, column_scales)
-        if lse is not None:
-            launching.check_out(lse, sums.shape, sums.dtype, sums.device, "lse")
-            lse.copy_(sums)
-        made = launching.copy_out(out, made.view(shape))
+        facts, name = (scale, softcap, window, sinks), "decode"
+        if quant is not None or smooth is not None or column_scales:
+            facts, name = (*facts, quant, smooth, column_scales), "decode_quantized"
+        made, sums, *parts = _traced(name, (q,), cache, *facts)
+        made = _handed(made.view(shape), sums, out, lse)
         flat = (*shape[:-2], shape[-2] * shape[-1])
         return made if quant is None else quantized.of_tensors(parts, flat, quant, column_scales)
     if out is not None:
         launching.check_out(out, shape, q.dtype, q.device)
         out = out.view(q.shape)
-    options = dict(splits=splits, balanced=balanced, schedule=schedule, target=target)
-    codes = None
+    more, codes = {}, None
     if quant is not None or smooth is not None or column_scales:
-        options["codes"] = codes = codes_for(q, quant, smooth, column_scales)
+        more["codes"] = codes = codes_for(q, quant, smooth, column_scales)
     if ragged:
-        options |= dict(cu_seqlens=cu_seqlens, most_new=most_new)
+        more |= dict(cu_seqlens=cu_seqlens, most_new=most_new)
         if lse is not None:
             launching.check_out(lse, shape[:2], torch.float32, q.device, "lse")
             lse = lse.unsqueeze(0)
-    made, _ = op.run(q, cache, scale=scale, softcap=softcap, window=window, sinks=sinks, out=out, lse=lse, **options)
+    made, _ = op.run(q, cache, options, Choice(splits, schedule, target, balanced), out=out, lse=lse, **more)
     return made.view(shape) if codes is None else replace(codes.made, shape=(*shape[:-2], shape[-2] * shape[-1]))
+
+
+def _traced(name: str, front: tuple, cache: PackedCache, *back: object) -> tuple[torch.Tensor, ...] | None:
+    """A node of the graph that is traced."""
+    from terrazzo.ops.attention import torch_op
+
+    return torch_op.call(name, front, cache, *back)
+
+
+def _handed(made: torch.Tensor, sums: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None) -> torch.Tensor:
+    """The results of a traced call, in `out` and `lse` where these are given."""
+    if lse is not None:
+        launching.check_out(lse, sums.shape, sums.dtype, sums.device, "lse")
+        lse.copy_(sums)
+    return launching.copy_out(out, made)
 
 
 def rope_append(
@@ -174,14 +190,14 @@ def rope_append(
         ArgumentError: an operand that does not fit. CaptureError: a kernel never launched before, in graph capture.
     """
     rotary = cache.layout.head_dim if rotary_dim is None else rotary_dim
-    facts = dict(rope=layout, norm=norm, q_weight=q_weight, k_weight=k_weight, eps=eps, numerics=numerics)
+    turned = (heads, rotary, layout, norm, q_weight, k_weight, eps, numerics, positions)
+    rows = rope_writing.Heads(qkv, cos, sin, *turned)
     if slot_mapping is not None:
-        facts |= dict(heads=heads, rotary_dim=rotary, target=target)
-        return slot_writing.run_turned(cache, qkv, cos, sin, slot_mapping, positions, **facts)
+        return slot_writing.run_turned(cache, rows, slot_mapping, target)
     if positions is not None:
         constraint = "go with a slot_mapping"
         raise ArgumentError("positions", "given", constraint, "pass rows of the tables: cos[positions]")
-    return rope_writing.run(cache, qkv, cos, sin, heads=heads, rotary_dim=rotary, **facts, target=target)
+    return rope_writing.run(cache, rows, target)
 
 
 def prefill(
@@ -242,24 +258,19 @@ def prefill(
     if type(q) is not torch.Tensor and dlpack.is_foreign(q):
         return dlpack.call(prefill, locals())
     launching.check_tensor(q, "q", "[new tokens, Hq, D]")
-    op.check_kind(cache)
-    options = dict(scale=scale, softcap=softcap, window=window, sinks=sinks)
+    checks.check_kind(cache)
+    options = Options(scale, softcap, window, sinks)
     launching.check_no_grad(q, "attention", "q")
     if launching.is_traced(q, cache.pages):
-        from terrazzo.ops.attention import torch_op
-
         launching.check_untraced(splits=splits, schedule=schedule, target=target)
-        op.check_kinds(cu_seqlens=cu_seqlens, k=k, v=v, sinks=sinks)
+        checks.check_tensors(cu_seqlens=cu_seqlens, k=k, v=v, sinks=sinks)
         if not torch.compiler.is_compiling():
-            writing.check_most_new(most_new)
-            op.check_numbers(scale, softcap, window)
-        made, sums = torch_op.call_prefill(q, cache, cu_seqlens, most_new, k, v, *options.values())
-        if lse is not None:
-            launching.check_out(lse, sums.shape, sums.dtype, sums.device, "lse")
-            lse.copy_(sums)
-        return launching.copy_out(out, made)
-    where = dict(out=out, lse=lse, splits=splits, schedule=schedule, target=target)
-    return prefill_op.run(q, cache, cu_seqlens, most_new, k=k, v=v, **options, **where)[0]
+            checks.check_most_new(most_new)
+            options.check()
+        new = (cu_seqlens, most_new, k, v)
+        return _handed(*_traced("prefill", (q,), cache, *new, scale, softcap, window, sinks), out, lse)
+    choice = Choice(splits, schedule, target)
+    return prefill_op.run(q, cache, cu_seqlens, most_new, options, choice, new=(k, v), out=out, lse=lse)[0]
 
 
 def append(cache: PackedCache, k: SupportsDLPack, v: SupportsDLPack, *, target: Target | str | None = None) -> None:
@@ -285,10 +296,8 @@ def append(cache: PackedCache, k: SupportsDLPack, v: SupportsDLPack, *, target: 
     if k.dim() == 3 and v.dim() == 3:
         k, v = k.unsqueeze(1), v.unsqueeze(1)
     if launching.is_traced(k, cache.pages):
-        from terrazzo.ops.attention import torch_op
-
         launching.check_untraced(target=target)
-        return torch_op.call_append(cache, k, v)
+        return _traced("append", (k, v), cache)
     writing.run_append(cache, k, v, target)
 
 
@@ -319,12 +328,10 @@ def store(
     writing.check_kinds("store", cache, k, v, "[tokens, Hkv, D]")
     launching.check_tensor(cu_seqlens, "cu_seqlens", "int32 [B + 1]")
     if launching.is_traced(k, cache.pages):
-        from terrazzo.ops.attention import torch_op
-
         launching.check_untraced(target=target)
         if not torch.compiler.is_compiling():
-            writing.check_most_new(most_new)
-        return torch_op.call_store(cache, k, v, cu_seqlens, most_new)
+            checks.check_most_new(most_new)
+        return _traced("store", (k, v, cu_seqlens, most_new), cache)
     writing.run_store(cache, k, v, cu_seqlens, most_new, target)
 
 
@@ -361,8 +368,6 @@ def store_slots(
     writing.check_kinds("store_slots", cache, k, v, "[tokens, Hkv, D]")
     launching.check_tensor(slot_mapping, "slot_mapping", "int32 or int64 [tokens]")
     if launching.is_traced(k, cache.pages):
-        from terrazzo.ops.attention import torch_op
-
         launching.check_untraced(target=target)
-        return torch_op.call_store_slots(cache, k, v, slot_mapping)
+        return _traced("store_slots", (k, v, slot_mapping), cache)
     slot_writing.run(cache, k, v, slot_mapping, target)

@@ -118,7 +118,7 @@ class KVCache:
             size = (layers, sequences, kv_heads, residual_words(self.layout, residual))
             self.residual = _zeros("sequences", size, device)
         self.static = tuple(
-            spread_static(name, s, fmt.scaling == "static", (layers, kv_heads, head_dim), self.pages.device)
+            spread_static(name, s, fmt.static, (layers, kv_heads, head_dim), self.pages.device)
             for name, s, fmt in (("k_static", k_static, self.layout.k), ("v_static", v_static, self.layout.v))
         )
         self.residual_tokens = residual

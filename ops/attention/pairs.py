@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.spelling import did_you_mean
 from terrazzo.ops.attention.cache.format import PRESETS
-from terrazzo.ops.formats.kv import FORMATS, get_format
+from terrazzo.ops.products.kv import FORMATS, get_format
 
 
-def pair_of(kv: Any) -> tuple[str, str]:
+def pair_of(kv: object) -> tuple[str, str]:
     """Names of the formats of keys and values that `kv` asks for: one name, "keys/values", or a pair.
 
     Raises:

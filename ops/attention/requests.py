@@ -8,6 +8,7 @@ from terrazzo.lowering.targets import Target
 from terrazzo.ops.attention.cache.cache import page_words, residual_of
 from terrazzo.ops.attention.cache.format import kept_in_f16
 from terrazzo.ops.attention.cache.layout import CacheLayout
+from terrazzo.ops.attention.checks import GRID, check_facts
 from terrazzo.ops.attention.decoding import op
 from terrazzo.ops.attention.prefilling import prefill_op
 from terrazzo.ops.attention.writing.writing import write_kernel
@@ -50,10 +51,10 @@ def kernel_requests(
     residual = residual_of(layout, residual)
     if page != 0:
         page_words(layout, page)
-    op.check_facts(dtype, page=page, softcap=softcap, sinks=sinks, prefill=prefill)
+    check_facts(dtype, page=page, softcap=softcap, sinks=sinks, prefill=prefill)
     for name, value in (("heads", heads), ("kv_heads", kv_heads)):
-        if type(value) is not int or not 1 <= value <= op.GRID:
-            raise ArgumentError(name, value, f"must be an integer, 1..{op.GRID}", "see the model's config")
+        if type(value) is not int or not 1 <= value <= GRID:
+            raise ArgumentError(name, value, f"must be an integer, 1..{GRID}", "see the model's config")
     if heads % kv_heads:
         raise ArgumentError("heads", f"{heads}/{kv_heads}", "must be a multiple of kv_heads", "see the model's config")
     if type(q_len) is not int or not 1 <= q_len <= op.MAX_QUERY_TOKENS:

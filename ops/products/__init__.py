@@ -1,1 +1,4 @@
-"""Kinds of linear layers as frozen values: codes x ways x activations. Builders import codes and ways alone."""
+"""Kinds of linear layers as frozen values: codes x ways x activations; kv.py: how keys and values are stored.
+
+Builders import codes, ways and kv alone.
+"""

@@ -18,7 +18,7 @@ from terrazzo.ops.attention.cache import cache as caches
 from terrazzo.ops.attention.cache import launch
 from terrazzo.ops.attention.cache.layout import CacheLayout, residual_layout
 from terrazzo.ops.attention.decoding import op, reference
-from terrazzo.ops.formats.kv import get_format
+from terrazzo.ops.products.kv import get_format
 from terrazzo.schedules import attention as schedules
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ from terrazzo.integrations.engines.attention import Kind, Split
 from terrazzo.integrations.vllm.names import CACHES, CHECKER, OWN_CACHE
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
+from terrazzo.ops.attention import checks
 from terrazzo.ops.attention.decoding import op
 from terrazzo.ops.attention.prefilling import prefill_op
 from terrazzo.schedules import attention_prefill
@@ -68,7 +69,7 @@ def test_what_is_not_taken_has_a_reason(asked, said):
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90a"])
 @pytest.mark.parametrize("name", CACHES.formats)
 def test_usual_caches_are_taken(name, target):
-    dtype = name if name in op.DTYPES else "bfloat16"
+    dtype = name if name in checks.DTYPES else "bfloat16"
     for dim in (64, 128):
         assert CACHES.refusal(name, dtype, dim, None, sinks=True, target=Target.parse(target)) is None
         assert CACHES.refusal(name, dtype, dim, 32) is None

@@ -11,9 +11,9 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import CAPABILITIES, Target
 from terrazzo.ops import registry
 from terrazzo.ops.checkpoints.conventions.table import CONVENTIONS
-from terrazzo.ops.formats import kv
 from terrazzo.ops.grouped_codes import GROUPS, SCALE_DTYPES
 from terrazzo.ops.linear.bytes import fp8_problem as w4a8_fp8_problem
+from terrazzo.ops.products import kv
 from terrazzo.ops.products.wide import W4A16
 from terrazzo.ops.w4a8 import activations as w4a8_activations
 from terrazzo.ops.w4a8 import format as w4a8_format

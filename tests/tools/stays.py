@@ -59,8 +59,6 @@ def pretend() -> None:
     launching.targets = lambda packed_for, device, argument="w": (target, target)
     launching.detect = lambda index: target
     sys.modules["terrazzo.ops.attention.cache.launch"].current_targets = lambda *args: (target, target)
-    for name in ("decoding.op", "prefilling.prefill_op", "writing.writing"):
-        vars(sys.modules[f"terrazzo.ops.attention.{name}"])["current_targets"] = lambda *args: (target, target)
 
 
 def calls(device: str) -> dict[str, Callable[[], Any]]:
@@ -81,6 +79,8 @@ def calls(device: str) -> dict[str, Callable[[], Any]]:
     cache = attention.pack_cache(keys, keys, "int4", "int4")
     q = torch.randn(2, 1, 8, 128, generator=generator).to(device, torch.float16)
     made["attention.decode"] = lambda: attention.decode(q, cache)
+    qkv, angles = torch.randn(2, 12 * 128, generator=generator).to(device, torch.float16), torch.rand(2, 64).to(device)
+    made["attention.rope_append"] = lambda: attention.rope_append(cache, qkv, angles, angles, heads=8)
     bytes8 = w8a8.quantize(weight.to(device), codes="int8")
     made["w8a8.gemm"] = lambda: w8a8.gemm(x, bytes8)
     ones, pairs = torch.ones(512, dtype=x.dtype, device=device), torch.cat([x, x], dim=1)
@@ -144,8 +144,7 @@ def main(names: list[str]) -> None:
     on_gpu = torch.cuda.is_available()
     made = calls("cuda" if on_gpu else "cpu")
     if not on_gpu:
-        for name in ("cache.launch", "decoding.op", "prefilling.prefill_op", "writing.writing"):
-            __import__(f"terrazzo.ops.attention.{name}")
+        __import__("terrazzo.ops.attention.cache.launch")
         pretend()
     for name, call in made.items():
         if names and name not in names:

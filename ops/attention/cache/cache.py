@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
@@ -67,6 +68,11 @@ class PackedCache:
     @property
     def residual_tokens(self) -> int:
         """Tokens of a residual ring, 0 without one."""
+        return self._ring
+
+    @cached_property
+    def _ring(self) -> int:
+        """`residual_tokens`, found once."""
         if self.residual is None:
             return 0
         tiles = self.residual.shape[2] // residual_layout(self.layout).tile_words
@@ -115,7 +121,7 @@ class PackedCache:
         self._check_residual(batch, heads)
         for name, fmt in (("k_static", layout.k), ("v_static", layout.v)):
             given = getattr(self, name)
-            if (given is not None) != (fmt.scaling == "static"):
+            if (given is not None) != (fmt.static):
                 constraint = f"format {fmt} {'takes none' if given is not None else 'needs its scales'}"
                 raise ArgumentError(name, _shape(given), constraint, "see KVFormat")
             if given is not None:
@@ -174,7 +180,7 @@ class PackedCache:
         self.check()
         for name, fmt in (("k_static", self.layout.k), ("v_static", self.layout.v)):
             size = (self.pages.shape[1], self.layout.head_dim)
-            check_static(name, getattr(self, name), fmt.scaling == "static", size)
+            check_static(name, getattr(self, name), fmt.static, size)
         lengths = self.lengths.tolist()
         packed = [self.layout.packed(n, self.residual_tokens) for n in lengths]
         if self.block_table is None:
@@ -270,7 +276,7 @@ def residual_of(layout: CacheLayout, residual: int | None) -> int:
     if layout.sink_tokens and not residual:
         constraint = f"must be at least 16 where the {layout.sink_tokens} first tokens stay f16, beside the ring"
         raise ArgumentError("residual", residual, constraint, "use 128, or sink_tokens=0")
-    if residual and layout.v.scaling == "static":
+    if residual and layout.v.static:
         constraint = "static values cannot join the f16 tokens of a residual block"
         raise ArgumentError("v_format", layout.v_format, constraint, "use token-wise values")
     return residual
@@ -326,7 +332,7 @@ def pack_cache(
     layout = CacheLayout(k_format, v_format, head_dim, kept_in_f16(k_format, residual, sink_tokens)[1])
     residual = residual_of(layout, residual)
     k_static, v_static = (
-        spread_static(name, given, fmt.scaling == "static", (heads, head_dim), k.device)
+        spread_static(name, given, fmt.static, (heads, head_dim), k.device)
         for name, given, fmt in (("k_static", k_static, layout.k), ("v_static", v_static, layout.v))
     )
     k, v = (
@@ -410,7 +416,7 @@ def device_of(device: str | int | torch.device) -> torch.device:
         raise ArgumentError("device", device, "must be a device", error.remedy) from error.__cause__
 
 
-def _shape(tensor: Any) -> list[int] | str | None:
+def _shape(tensor: object) -> list[int] | str | None:
     """What to say of an argument that should not be there, or should."""
     return None if tensor is None else list(tensor.shape) if hasattr(tensor, "shape") else type(tensor).__name__
 

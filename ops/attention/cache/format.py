@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.ops.formats.kv import TILE_TOKENS, KVFormat, get_format
+from terrazzo.ops.products.kv import TILE_TOKENS, KVFormat, get_format
 
 PRESETS = {
     "int4": ("int4_hadamard", "int4"),

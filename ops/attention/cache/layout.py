@@ -22,7 +22,7 @@ from terrazzo.layouts.fragment import Fragment
 from terrazzo.layouts.packed import PackedLayout, derive
 from terrazzo.layouts.rows import RowLayout, derive_rows
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.formats.kv import HEAD_DIMS, TILE_TOKENS, KVFormat, get_format
+from terrazzo.ops.products.kv import HEAD_DIMS, TILE_TOKENS, KVFormat, get_format
 
 if TYPE_CHECKING:
     import torch
@@ -149,7 +149,7 @@ class CacheLayout:
     @property
     def token_params(self) -> int:
         """Words of parameters for each token: one for token-wise keys, one for token-wise values."""
-        return (self.k.scaling == "token") + (self.v.scaling == "token")
+        return (self.k.token_wise) + (self.v.token_wise)
 
     @property
     def param_offset(self) -> int:
@@ -224,7 +224,7 @@ class CacheLayout:
             self.k_layout.pack(flat[0]).reshape(*lead, tiles, self.k_words),
             self.v_layout.pack(flat[1].T).reshape(*lead, tiles, self.v_words),
         ]
-        pairs = [torch.stack([q.scale, q.zero], -1) for q, f in ((k, self.k), (v, self.v)) if f.scaling == "token"]
+        pairs = [torch.stack([q.scale, q.zero], -1) for q, f in ((k, self.k), (v, self.v)) if f.token_wise]
         if pairs:
             index = torch.from_numpy(self.rows.index).to(flat[0].device)
             params = torch.stack([p.reshape(*lead, tiles, TILE_TOKENS, 2)[..., index, :] for p in pairs], -2)
@@ -266,7 +266,7 @@ class CacheLayout:
         made = []
         for fmt, code in zip((self.k, self.v), codes):
             scale = zero = None
-            if fmt.scaling == "token":
+            if fmt.token_wise:
                 scale, zero = found.pop(0).unbind(-1)
             elif fmt.scaling == "channel":
                 back = torch.from_numpy(np.argsort(self.channel_index)).to(words.device)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
 from terrazzo.ops.attention.cache.layout import QuantizedBlock
-from terrazzo.ops.formats.kv import CLIP_STEPS, CLIPS, KVFormat, get_format, hadamard_scale
+from terrazzo.ops.products.kv import CLIP_STEPS, CLIPS, KVFormat, get_format, hadamard_scale
 
 if TYPE_CHECKING:
     import torch
@@ -43,8 +43,8 @@ def quantize(x: SupportsDLPack, fmt: str | KVFormat, static: SupportsDLPack | No
     weights.check_floats("x", x, "[..., T, D]", "pass keys or values")
     if x.dim() < 2:
         raise ArgumentError("x", list(x.shape), "must be [..., T, D]", "pass keys or values")
-    if (static is not None) != (fmt.scaling == "static"):
-        constraint = f"format {fmt} {'needs' if fmt.scaling == 'static' else 'takes no'} static scales"
+    if (static is not None) != (fmt.static):
+        constraint = f"format {fmt} {'needs' if fmt.static else 'takes no'} static scales"
         seen = list(static.shape) if isinstance(static, torch.Tensor) else static
         raise ArgumentError("static", seen, constraint, "see KVFormat")
     if fmt.rotation and (x.shape[-1] < 2 or x.shape[-1] & (x.shape[-1] - 1)):
@@ -83,12 +83,12 @@ def encode(x: torch.Tensor, fmt: KVFormat, static: torch.Tensor | None = None) -
     """Store x, whose tokens are rotated already where the format's are; see `quantize`."""
     import torch
 
-    if fmt.scaling == "none":
+    if fmt.plain:
         dtype = torch.float16 if fmt.storage == "f16" else torch.bfloat16
         limit = F16_MAX if fmt.storage == "f16" else torch.finfo(torch.bfloat16).max
         return QuantizedBlock(x.float().clamp(-limit, limit).to(dtype).view(torch.int16))
     x = x.float()
-    if fmt.scaling == "static":
+    if fmt.static:
         scaled = x / static
         if fmt.storage == "e4m3":
             return QuantizedBlock(scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8))
@@ -175,7 +175,7 @@ def dequantize(q: QuantizedBlock, fmt: str | KVFormat, static: SupportsDLPack | 
     fmt = get_format(fmt)
     if not isinstance(q, QuantizedBlock):
         raise ArgumentError("q", type(q).__name__, "must be a QuantizedBlock", "make one with quantize")
-    if (q.scale is None) != (fmt.scaling in ("none", "static")) or (static is None) != (fmt.scaling != "static"):
+    if (q.scale is None) != (fmt.scaling in ("none", "static")) or (static is None) != (not fmt.static):
         constraint = "must come with the scales of the block, or static ones"
         raise ArgumentError("fmt", str(fmt), constraint, "pass the format and static scales that quantize was given")
     return rotated_exactly(decoded(q, fmt, static)) if fmt.rotation else decoded(q, fmt, static)
@@ -188,7 +188,7 @@ def decoded(q: QuantizedBlock, fmt: KVFormat, static: torch.Tensor | None = None
     if fmt.storage in ("f16", "bf16"):
         return q.codes.view(torch.float16 if fmt.storage == "f16" else torch.bfloat16).double()
     steps = q.codes.view(torch.float8_e4m3fn).double() if fmt.storage == "e4m3" else q.codes.double() + fmt.bias
-    if fmt.scaling == "static":
+    if fmt.static:
         return steps * static.double()
     if fmt.scaling == "channel":
         scale, zero = (p.double().repeat_interleave(fmt.group, -2) for p in (q.scale, q.zero))

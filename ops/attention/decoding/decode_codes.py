@@ -6,23 +6,25 @@ rounding as that of a quantizer behind the kernel. Vectors of 8 values lie side 
 them are a block of 128 columns, whichever head dimension there is.
 """
 
-from types import SimpleNamespace
-
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.attention.decoding.decode_arguments import query_at
-from terrazzo.ops.attention.device.tile_macros import each, less, smaller
+from terrazzo.ops.attention.decoding.decode_arguments import Decode, query_at
+from terrazzo.ops.attention.device.primitives import attention_prelude
+from terrazzo.ops.attention.device.tile_macros import Sizes, each, less, smaller
 from terrazzo.ops.tiles import row_outputs
 from terrazzo.ops.tiles.row_outputs import BLOCK, FORMS, VECTOR
+from terrazzo.ops.tiles.types import Buffers, Macro
 
 HELD = 4  # vectors of a thread, between the two passes over a row
 OUTPUTS = row_outputs.OUTPUTS[1:]
 
 
-def code_sources(output: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(names of primitives, further sources) that a program with this output needs."""
-    if output == "none":
-        return (), ()
-    return tuple(row_outputs.primitives(output, False)), (row_outputs.SOURCE,)
+def prelude(p: Decode, *names: str) -> str:
+    """Device code of a kernel: primitives of these names, the conversions of packed and of f16 tiles, and what makes
+    codes."""
+    names += tuple(row_outputs.primitives(p.output, False)) if p.coded else ()
+    found = [p.layout.k.converter, p.layout.v.converter, *([p.plain.k.converter] if p.residual else [])]
+    sources = dict.fromkeys(c.device_source for c in sorted(found, key=lambda c: c.name))
+    return attention_prelude(*names, extra=(*sources, *((row_outputs.SOURCE,) if p.coded else ())))
 
 
 def _check(target, output: str, column_scales: bool) -> None:
@@ -35,32 +37,20 @@ def _check(target, output: str, column_scales: bool) -> None:
         raise ArgumentError("output", output, f"{target.arch} has no e4m3 codes", "use int8")
 
 
-def state() -> SimpleNamespace:
+def state() -> Buffers:
     """Registers of the macros; `done`: whether the CTA's share of the output is in memory."""
+    return Buffers(
+        x=(4 * HELD, "uint32"), v=(VECTOR, "float32"), m=(1, "float32"), f=(2, "float32"), total=(1, "int32"),
+        done=(1, "int32"),
+    )  # fmt: skip
+
+
+def make_code_macro(target, sizes: Sizes, p: Decode) -> Macro:
+    """Macro `finish`, by all threads of a CTA whose share of the output is written."""
     import tilelang.language as T
 
-    return SimpleNamespace(
-        x=T.alloc_local((4 * HELD,), "uint32"),
-        v=T.alloc_local((VECTOR,), "float32"),
-        m=T.alloc_local((1,), "float32"),
-        f=T.alloc_local((2,), "float32"),
-        total=T.alloc_local((1,), "int32"),
-        done=T.alloc_local((1,), "int32"),
-    )
-
-
-def make_code_macros(
-    target, sizes: SimpleNamespace, *, head_dim: int, dtype: str, output: str, smooth: bool, column_scales: bool,
-    cols: int, cluster: int, threads: int,
-) -> SimpleNamespace:  # fmt: skip
-    """Macro `finish`, by all threads of a CTA whose share of the output is written; `state`.
-
-    Args:
-        sizes: of decode_arguments. output: of row_outputs. smooth: whether values are multiplied with a vector first.
-        cols: rows of a CTA. threads: of the CTA.
-    """
-    import tilelang.language as T
-
+    output, smooth, column_scales, cols = p.output, p.smooth, p.column_scales, p.cols
+    head_dim, dtype, cluster, threads = p.head_dim, p.dtype, p.cluster, p.threads
     _check(target, output, column_scales)
     codes, block = output.partition("_")[0], "_" in output
     integer, (largest, tiny) = codes == "int8", FORMS[codes]
@@ -73,7 +63,7 @@ def make_code_macros(
         return (chunk * HELD + i) * threads + tx
 
     @T.macro
-    def load(O, s, w, row, chunk, tx):
+    def load(t, s, w, row, chunk, tx):
         """A chunk of the row; zeros behind its end."""
         for i in each(HELD):
             for e in each(4):
@@ -82,24 +72,25 @@ def make_code_macros(
             if less(at, count):
                 T.call_extern(
                     "handle", "tz_load16cg", T.access_ptr(s.x[i * 4], "w", 4),
-                    T.access_ptr(O[w.q_of, row, at // pieces, at % pieces * VECTOR], "r", VECTOR),
+                    T.access_ptr(t.O[w.q_of, row, at // pieces, at % pieces * VECTOR], "r", VECTOR),
                 )  # fmt: skip
 
     @T.macro
-    def values(S, s, chunk, i, tx):
+    def values(t, s, chunk, i, tx):
         """Vector i in float32, smoothed."""
         T.call_extern("handle", f"tz_widen8<{bf16}>", T.access_ptr(s.v, "w", VECTOR), T.access_ptr(s.x[i * 4], "r", 4))
         if smooth:
             at = smaller(vector_at(chunk, i, tx), count - 1)
             T.call_extern(
-                "handle", "tz_values_times", T.access_ptr(s.v, "rw", VECTOR), T.access_ptr(S[at * VECTOR], "r", VECTOR)
-            )
+                "handle", "tz_values_times", T.access_ptr(s.v, "rw", VECTOR),
+                T.access_ptr(t.SM[at * VECTOR], "r", VECTOR),
+            )  # fmt: skip
 
     @T.macro
-    def emit(Q, s, token, at):
+    def emit(t, s, token, at):
         """Codes of vector number `at`."""
         T.call_extern(
-            "handle", convert, T.access_ptr(Q[token, at * VECTOR], "w", VECTOR), T.access_ptr(s.total, "rw"),
+            "handle", convert, T.access_ptr(t.XQ[token, at * VECTOR], "w", VECTOR), T.access_ptr(s.total, "rw"),
             T.access_ptr(s.v[0], "r", 1), T.access_ptr(s.v, "r", VECTOR), s.f[0],
         )  # fmt: skip
 
@@ -110,13 +101,13 @@ def make_code_macros(
         return T.if_then_else(m < T.float32(tiny), T.float32(1), m / T.float32(largest))
 
     @T.macro
-    def whole_row(ring, O, Q, XS, RS, S, s, w, row, token, turn, chunks, tx):
+    def whole_row(t, ring, s, w, row, token, turn, chunks, tx):
         """One scale for a row. Shared words of a turn are used again behind a barrier of the next one."""
         s.m[0] = 0.0
         for chunk in T.serial(chunks):
-            load(O, s, w, row, chunk, tx)
+            load(t, s, w, row, chunk, tx)
             for i in each(HELD):
-                values(S, s, chunk, i, tx)
+                values(t, s, chunk, i, tx)
                 T.call_extern("handle", "tz_values_scan", T.access_ptr(s.m, "rw"), T.access_ptr(s.v, "r", VECTOR))
         T.call_extern(
             "handle", f"tz_row_reduce<{warps}, false>", T.access_ptr(s.m, "rw"),
@@ -126,52 +117,52 @@ def make_code_macros(
         s.total[0] = 0
         for chunk in T.serial(chunks):
             if less(1, chunks):
-                load(O, s, w, row, chunk, tx)
+                load(t, s, w, row, chunk, tx)
             for i in each(HELD):
                 if less(vector_at(chunk, i, tx), count):
-                    values(S, s, chunk, i, tx)
-                    emit(Q, s, token, vector_at(chunk, i, tx))
+                    values(t, s, chunk, i, tx)
+                    emit(t, s, token, vector_at(chunk, i, tx))
         if integer:
             s.total[0] = T.call_extern(
                 "int32", f"tz_row_sum<{warps}>", s.total[0], T.access_ptr(ring[turn * 2 * warps + warps], "rw", warps)
             )
         if less(tx, 1):
-            XS[token] = scale(s.m[0])
+            t.XS[token] = scale(s.m[0])
             if integer:
-                RS[token] = s.total[0]
+                t.XR[token] = s.total[0]
 
     @T.macro
-    def blocks_of_row(O, Q, XS, S, s, w, row, token, chunks, tx):
+    def blocks_of_row(t, s, w, row, token, chunks, tx):
         """A scale for each 128 columns."""
         for chunk in T.serial(chunks):
-            load(O, s, w, row, chunk, tx)
+            load(t, s, w, row, chunk, tx)
             for i in each(HELD):
                 at = vector_at(chunk, i, tx)
-                values(S, s, chunk, i, tx)
+                values(t, s, chunk, i, tx)
                 s.m[0] = T.call_extern("float32", "tz_block_largest", T.access_ptr(s.v, "r", VECTOR))
                 s.f[0] = inverse(s.m[0])
                 if less(at, count):
-                    emit(Q, s, token, at)
+                    emit(t, s, token, at)
                     if less(at % (BLOCK // VECTOR), 1):
                         blocks = T.ceildiv(count, BLOCK // VECTOR)
                         if column_scales:
-                            XS[at // (BLOCK // VECTOR) * T.truncdiv(XS.shape[0], blocks) + token] = scale(s.m[0])
+                            t.XS[at // (BLOCK // VECTOR) * T.truncdiv(t.XS.shape[0], blocks) + token] = scale(s.m[0])
                         else:
-                            XS[token * blocks + at // (BLOCK // VECTOR)] = scale(s.m[0])
+                            t.XS[token * blocks + at // (BLOCK // VECTOR)] = scale(s.m[0])
 
     @T.macro
-    def finish(ring, SEM, O, Q, XS, RS, S, s, w, tx):
+    def finish(g, ring, s, w, tx):
         """The CTA is counted; the last one of its sequence makes codes of all its rows."""
         arrivals = w.kv_heads * T.ceildiv(w.rows[0], cols) * cluster
         counter = sizes.b * sizes.y * cluster + w.b
-        if T.call_extern("bool", "tz_last_arrival", T.access_ptr(SEM[counter], "rw"), arrivals):
+        if T.call_extern("bool", "tz_last_arrival", T.access_ptr(g.SEM[counter], "rw"), arrivals):
             chunks = T.ceildiv(count, HELD * threads)
             for t in T.serial(w.q_len):
                 row = query_at(w, t)
-                token = w.q_of * O.shape[1] + row
+                token = w.q_of * g.O.shape[1] + row
                 if block:
-                    blocks_of_row(O, Q, XS, S, s, w, row, token, chunks, tx)
+                    blocks_of_row(g, s, w, row, token, chunks, tx)
                 else:
-                    whole_row(ring, O, Q, XS, RS, S, s, w, row, token, t % 2, chunks, tx)
+                    whole_row(g, ring, s, w, row, token, t % 2, chunks, tx)
 
-    return SimpleNamespace(finish=finish, state=state)
+    return finish

@@ -7,12 +7,10 @@ added by the last of them to end: there each thread adds a share of the partial 
 row, all loaded at once, and the shares follow one another through shared memory.
 """
 
-from types import SimpleNamespace
-
-from terrazzo.ops.attention.cache.layout import CacheLayout
-from terrazzo.ops.attention.decoding.decode_arguments import query_at
+from terrazzo.ops.attention.decoding.decode_arguments import Decode, query_at
 from terrazzo.ops.attention.device.rotation_macros import make_rotation, sum_stages
-from terrazzo.ops.attention.device.tile_macros import LOWEST, each, larger, less, smaller
+from terrazzo.ops.attention.device.tile_macros import LOWEST, Arithmetic, each, larger, less, smaller
+from terrazzo.ops.tiles.types import Buffer, Buffers, Expr, Macro
 
 BATCH = 16  # partial results that a thread loads at once, and most CTAs of a cluster
 _AT_LEAST = 4  # of them, rather than none
@@ -44,48 +42,28 @@ def _log2(n: int) -> int:
     return n.bit_length() - 1
 
 
-def state() -> SimpleNamespace:
+def state() -> Buffers:
     """Registers of the merges."""
-    import tilelang.language as T
-
-    return SimpleNamespace(
-        **{name: T.alloc_local((1,), "float32") for name in ("m", "l", "f", "top")},
-        o=T.alloc_local((4,), "float32"),
-        x=T.alloc_local((4 * BATCH,), "float32"),
-        lse=T.alloc_local((2 * BATCH,), "float32"),
-        sum=T.alloc_local((_AT_LEAST,), "float32"),
-        **{
-            name: T.alloc_local((1,), "int32")
-            for name in ("items", "first", "shift", "parts", "part", "per", "item", "k", "end", "head")
-        },
-    )
-
-
-def _facts_of(
-    layout: CacheLayout, *, row_tiles: int, warps: int, cluster: int, dtype: str, sinks: bool, threads: int
-) -> SimpleNamespace:
-    """Sizes of the merges."""
-    cols, pitch = 8 * row_tiles, pitch_of(layout.head_dim)
-    return SimpleNamespace(
-        layout=layout, nt=row_tiles, warps=warps, cluster=cluster, dtype=dtype, sinks=sinks,
-        threads=threads or warps * 32, cols=cols, pitch=pitch,
-        words=cols * (pitch + 2),  # of the sums of a warp
+    one, ints = (1, "float32"), ("items", "first", "shift", "parts", "part", "per", "item", "k", "end", "head")
+    return Buffers(
+        m=one, l=one, f=one, top=one, o=(4, "float32"), x=(4 * BATCH, "float32"), lse=(2 * BATCH, "float32"),
+        sum=(_AT_LEAST, "float32"), **dict.fromkeys(ints, (1, "int32")),
     )  # fmt: skip
 
 
-def _read(buffer, *at):
+def _read(buffer: Buffer, *at: Expr) -> Expr:
     """A float32 that the kernel ahead may have written."""
     import tilelang.language as T
 
     return T.reinterpret(T.call_extern("uint32", "tz_read32", T.access_ptr(buffer[at], "r", 1)), "float32")
 
 
-def _make_staging_macro(f: SimpleNamespace, tile: SimpleNamespace):
+def _make_staging_macro(p: Decode, tile: Arithmetic) -> Macro:
     """Macro `stage_sums`: what a warp has summed up, to shared memory."""
     import tilelang.language as T
 
-    layout, D, nt, cols, slices = f.layout, f.layout.head_dim, f.nt, f.cols, f.layout.head_dim // 16
-    cluster, pitch, words, v_static = f.cluster, f.pitch, f.words, layout.v.scaling == "static"
+    layout, D, nt, cols, slices, cluster = p.layout, p.head_dim, p.row_tiles, p.cols, p.head_dim // 16, p.cluster
+    pitch, words, v_static = pitch_of(D), words_of(p), layout.v.static
     rotation = make_rotation(D, slices * nt * 4, sum_stages(D, nt)) if layout.v.rotation else None
 
     @T.macro
@@ -97,7 +75,7 @@ def _make_staging_macro(f: SimpleNamespace, tile: SimpleNamespace):
                     for j in each(2):
                         at = (a * nt + t) * 4 + half * 2 + j
                         st.o[at] = st.o[at] * T.float32(tile.v_factor[half])
-                        if tile.v_token:
+                        if tile.layout.v.token_wise:
                             st.o[at] = st.o[at] + st.z[t * 2 + j]
         rotation.turn(st, st.o, w.lane[0])
         rotation.scaled(st.o)
@@ -108,7 +86,7 @@ def _make_staging_macro(f: SimpleNamespace, tile: SimpleNamespace):
         for i in each(nt * 2):
             for d in each(3):
                 st.l[i] = st.l[i] + T.call_extern("float32", "tz_xor_shuffle", st.l[i], 4 << d)
-                if tile.v_token:
+                if tile.layout.v.token_wise:
                     st.z[i] = st.z[i] + T.call_extern("float32", "tz_xor_shuffle", st.z[i], 4 << d)
         if rotation is not None:
             turn_back(st, w)
@@ -128,7 +106,7 @@ def _make_staging_macro(f: SimpleNamespace, tile: SimpleNamespace):
                             st.f[0] = st.o[(a * nt + t) * 4 + half * 2 + j]
                         else:
                             st.f[0] = st.o[(a * nt + t) * 4 + half * 2 + j] * T.float32(tile.v_factor[half])
-                            if tile.v_token:
+                            if tile.layout.v.token_wise:
                                 st.f[0] = st.f[0] + st.z[t * 2 + j]
                         if layout.v.bias:
                             st.f[0] = st.f[0] + st.l[t * 2 + j] * T.float32(layout.v.bias)
@@ -143,71 +121,71 @@ def _make_staging_macro(f: SimpleNamespace, tile: SimpleNamespace):
     return stage_sums
 
 
-def _make_result_macros(f: SimpleNamespace) -> SimpleNamespace:
+def _make_result_macros(p: Decode) -> tuple[Macro, Macro]:
     """Macros `finish_row` (four head dimensions of the output) and `write_result` (of it, or of a partial result)."""
     import tilelang.language as T
 
-    cols, cluster, sinks = f.cols, f.cluster, f.sinks
-    bf16 = "true" if f.dtype == "bfloat16" else "false"
+    cols, cluster, sinks = p.cols, p.cluster, p.sinks
+    bf16 = "true" if p.dtype == "bfloat16" else "false"
     log2e = 1.4426950408889634
 
     @T.macro
-    def finish_row(O, LSE, SINK, c, w, row, col):
+    def finish_row(t, c, w, row, col):
         """Four head dimensions of an output row from their weighted sum, c.l and c.m."""
         w.query[0] = T.truncdiv(row, w.group[0])
         w.head[0] = w.h[0] * w.group[0] + T.truncmod(row, w.group[0])
         if sinks:  # one more column of logits, without a value
-            c.top[0] = T.max(c.m[0], _read(SINK, w.head[0]) * T.float32(log2e))
+            c.top[0] = T.max(c.m[0], _read(t.SINK, w.head[0]) * T.float32(log2e))
             c.f[0] = T.call_extern("float32", "tz_ex2", c.m[0] - c.top[0])
             c.l[0] = c.l[0] * c.f[0] + T.call_extern(
-                "float32", "tz_ex2", _read(SINK, w.head[0]) * T.float32(log2e) - c.top[0]
+                "float32", "tz_ex2", _read(t.SINK, w.head[0]) * T.float32(log2e) - c.top[0]
             )
             for e in each(4):
                 c.o[e] = c.o[e] * c.f[0]
             c.m[0] = c.top[0]
         c.f[0] = T.if_then_else(c.l[0] > 0, T.float32(1) / c.l[0], T.float32(0))
         T.call_extern(
-            "handle", "tz_store8", T.access_ptr(O[w.q_of, query_at(w, w.query[0]), w.head[0], col], "w", 4),
+            "handle", "tz_store8", T.access_ptr(t.O[w.q_of, query_at(w, w.query[0]), w.head[0], col], "w", 4),
             T.call_extern("uint32", f"tz_pack2<{bf16}>", c.o[0] * c.f[0], c.o[1] * c.f[0]),
             T.call_extern("uint32", f"tz_pack2<{bf16}>", c.o[2] * c.f[0], c.o[3] * c.f[0]),
         )  # fmt: skip
         if less(col, 1):
-            LSE[w.q_of, query_at(w, w.query[0]), w.head[0]] = T.if_then_else(
+            t.LSE[w.q_of, query_at(w, w.query[0]), w.head[0]] = T.if_then_else(
                 c.l[0] > 0, c.m[0] + T.call_extern("float32", "tz_log2", c.l[0]), -T.infinity("float32")
             )
 
     @T.macro
-    def write_partial(OP, LP, c, w, row, col, leads):
+    def write_partial(t, c, w, row, col, leads):
         """A partial result, and with the piece of it that leads its (m, l) as one lse, for the CTAs of this place."""
         c.f[0] = T.if_then_else(c.l[0] > 0, T.float32(1) / c.l[0], T.float32(0))
         for e in each(4):
             c.o[e] = c.o[e] * c.f[0]
         place = w.part_base + w.split // cluster
         T.call_extern(
-            "handle", "tz_store16", T.access_ptr(OP[w.part_row, w.hy, place, row, col], "w", 4),
+            "handle", "tz_store16", T.access_ptr(t.OP[w.part_row, w.hy, place, row, col], "w", 4),
             T.access_ptr(c.o, "r"),
         )  # fmt: skip
         if leads:
-            LP[w.part_row, w.hy, place, w.split % cluster * cols + row] = T.if_then_else(
+            t.LP[w.part_row, w.hy, place, w.split % cluster * cols + row] = T.if_then_else(
                 c.l[0] > 0, c.m[0] + T.call_extern("float32", "tz_log2", c.l[0]), T.float32(LOWEST)
             )
 
     @T.macro
-    def write_result(OP, LP, O, LSE, SINK, c, w, row, col, leads):
+    def write_result(t, c, w, row, col, leads):
         """Four head dimensions of the output, or of a partial result."""
         if w.partials == 1:
-            finish_row(O, LSE, SINK, c, w, w.y[0] * cols + row, col)
+            finish_row(t, c, w, w.y[0] * cols + row, col)
         else:
-            write_partial(OP, LP, c, w, row, col, leads)
+            write_partial(t, c, w, row, col, leads)
 
-    return SimpleNamespace(finish_row=finish_row, write_result=write_result)
+    return finish_row, write_result
 
 
-def _make_share_macro(f: SimpleNamespace):
+def _make_share_macro(p: Decode) -> Macro:
     """Macro `share_of`: which part of the output is the CTA's."""
     import tilelang.language as T
 
-    D, cluster = f.layout.head_dim, f.cluster
+    D, cluster = p.head_dim, p.cluster
 
     @T.macro
     def share_of(c, w):
@@ -222,25 +200,25 @@ def _make_share_macro(f: SimpleNamespace):
     return share_of
 
 
-def _make_split_macro(f: SimpleNamespace, share_of, finish_row):
+def _make_split_macro(p: Decode, share_of: Macro, finish_row: Macro) -> Macro:
     """Macro `combine_splits`: the sum over all splits in memory, by the last of them to end."""
     import tilelang.language as T
 
-    D, cols, cluster, threads = f.layout.head_dim, f.cols, f.cluster, f.threads
+    D, cols, cluster, threads = p.head_dim, p.cols, p.cluster, p.threads
 
     @T.macro
-    def load(ring, OP, LP, c, w, i, row, col, of_splits):
+    def load(t, ring, c, w, i, row, col, of_splits):
         """Result c.k + i, or the last one, to place i: of a split, or of a thread's share of them."""
         k = smaller(c.k[0] + i, c.end[0] - 1)
         if of_splits:
             T.call_extern(
                 "handle", "tz_load16cg", T.access_ptr(c.x[i * 4], "w", 4),
-                T.access_ptr(OP[w.part_row, w.hy, w.part_base + k, row, col], "r", 4),
+                T.access_ptr(t.OP[w.part_row, w.hy, w.part_base + k, row, col], "r", 4),
             )  # fmt: skip
             c.lse[i] = T.call_extern(
                 "float32",
                 "tz_loadcg",
-                T.access_ptr(LP[w.part_row, w.hy, w.part_base + k, w.split % cluster * cols + row], "r", 1),
+                T.access_ptr(t.LP[w.part_row, w.hy, w.part_base + k, w.split % cluster * cols + row], "r", 1),
             )
         else:
             at = (k * c.items[0] + c.item[0]) * _SHARE
@@ -249,14 +227,14 @@ def _make_split_macro(f: SimpleNamespace, share_of, finish_row):
             c.sum[i] = T.reinterpret(ring[at + 5], "float32")
 
     @T.macro
-    def add(ring, OP, LP, c, w, row, col, of_splits, batch):
+    def add(t, ring, c, w, row, col, of_splits, batch):
         """Results c.k .. c.end of a row, up to `batch` of them: all loads first."""
         for i in each(batch):
             c.lse[i] = T.float32(LOWEST)
         for q in each(batch // _AT_LEAST):
             if less(c.k[0] + q * _AT_LEAST, c.end[0]):
                 for i in each(q * _AT_LEAST, (q + 1) * _AT_LEAST):
-                    load(ring, OP, LP, c, w, i, row, col, of_splits)
+                    load(t, ring, c, w, i, row, col, of_splits)
         c.top[0] = c.m[0]
         for i in each(batch):
             c.top[0] = T.max(c.top[0], c.lse[i])
@@ -281,7 +259,7 @@ def _make_split_macro(f: SimpleNamespace, share_of, finish_row):
                         c.o[e] = c.o[e] + c.f[0] * c.x[i * 4 + e]
 
     @T.macro
-    def combine_splits(ring, OP, LP, O, LSE, SINK, c, w, tx):
+    def combine_splits(t, ring, c, w, tx):
         """The last CTA adds all partial results of its share of the rows: `parts` threads, 1, 2 or 4, for four
         dimensions of a row where there are that many; what they have follows one another through `ring`. Nothing is
         divided: this is done while everyone else has ended."""
@@ -306,7 +284,7 @@ def _make_split_macro(f: SimpleNamespace, share_of, finish_row):
                 c.end[0] = smaller(c.k[0] + c.per[0], w.partials)
                 for _ in T.serial(T.truncdiv(c.per[0] + BATCH - 1, BATCH)):
                     if less(c.k[0], c.end[0]):
-                        add(ring, OP, LP, c, w, row, col, True, BATCH)
+                        add(t, ring, c, w, row, col, True, BATCH)
                     c.k[0] = c.k[0] + BATCH
             if less(1, c.parts[0]):
                 if exists:
@@ -318,19 +296,19 @@ def _make_split_macro(f: SimpleNamespace, share_of, finish_row):
                 if T.And(exists, less(c.part[0], 1)):  # the first share is in registers
                     c.k[0] = 1
                     c.end[0] = c.parts[0]
-                    add(ring, OP, LP, c, w, row, col, False, _AT_LEAST)
+                    add(t, ring, c, w, row, col, False, _AT_LEAST)
             if T.And(exists, less(c.part[0], 1)):
-                finish_row(O, LSE, SINK, c, w, w.y[0] * cols + row, col)
+                finish_row(t, c, w, w.y[0] * cols + row, col)
 
     return combine_splits
 
 
-def _make_cluster_macros(f: SimpleNamespace, share_of, write_result) -> SimpleNamespace:
+def _make_cluster_macros(p: Decode, warps: int, share_of: Macro, write_result: Macro) -> tuple[Macro, Macro, Macro]:
     """Macros `expect`, `send` and `merge_cluster`: the sum over the CTAs of a cluster."""
     import tilelang.language as T
 
-    D, nt, cols, cluster, threads = f.layout.head_dim, f.nt, f.cols, f.cluster, f.threads
-    most, inbox = share(D, nt, cluster), merge_words(D, nt, f.warps)
+    D, nt, cols, cluster, threads = p.head_dim, p.row_tiles, p.cols, p.cluster, p.threads
+    most, inbox = share(D, nt, cluster), merge_words(D, nt, warps)
 
     def piece_from(k, item):
         """Word of shared memory where piece `item` of this CTA's share arrives from CTA k."""
@@ -367,7 +345,7 @@ def _make_cluster_macros(f: SimpleNamespace, share_of, write_result) -> SimpleNa
             T.barrier_arrive(w.sent[0])
 
     @T.macro
-    def merge_cluster(ring, OP, LP, O, LSE, SINK, c, w, tx):
+    def merge_cluster(t, ring, c, w, tx):
         """Sum over the CTAs of a cluster in their order; the result is the output, or a partial one."""
         T.barrier_wait(w.sent[0], 0)
         for v in T.serial(T.ceildiv(c.items[0], threads)):
@@ -394,43 +372,40 @@ def _make_cluster_macros(f: SimpleNamespace, share_of, write_result) -> SimpleNa
                     for e in each(4):
                         c.o[e] = c.o[e] + c.f[0] * c.x[e]
                 leads = T.Or(less(col, 1), less(v * threads + tx, 1))
-                write_result(OP, LP, O, LSE, SINK, c, w, row, col, leads)
+                write_result(t, c, w, row, col, leads)
 
-    return SimpleNamespace(expect=expect, send=send, merge_cluster=merge_cluster)
+    return expect, send, merge_cluster
 
 
-def make_merge_macros(
-    layout: CacheLayout,
-    tile: SimpleNamespace,
-    *,
-    row_tiles: int,
-    warps: int,
-    cluster: int,
-    dtype: str,
-    sinks: bool,
-    threads: int = 0,
-    codes: SimpleNamespace | None = None,
-) -> SimpleNamespace:
-    """Macros stage_sums and merge; `words` of the sums of a warp.
+def words_of(p: Decode) -> int:
+    """Words of the sums of a warp, or a warpgroup."""
+    return p.cols * (pitch_of(p.head_dim) + 2)
 
-    warps: or warpgroups, whose sums are merged. threads: of the CTA, 0 for those of the warps. codes: macros that make
-    some of the output (decode_codes.py).
+
+def make_merge_macros(p: Decode, tile: Arithmetic, warps: int, finish_codes: Macro | None) -> tuple[Macro, Macro]:
+    """Macros `stage_sums`, of a warp, and `merge`.
+
+    warps: or warpgroups, whose sums are merged. finish_codes: macro that makes codes of the output, or None.
 
     `w` as in decode_copies, with y, group, here, query, head, `partials`, how many results there are of an output, row
     `part_row` of OP and LP and place `part_base` there where they begin, and in a cluster `sent`, the barrier of what
-    the others send, of one arrival. `merge` waits for the arrivals in `stage_sums`.
+    the others send, of one arrival. `merge` waits for the arrivals in `stage_sums`. s: registers of decode_codes.
     """
     import tilelang.language as T
 
-    f = _facts_of(layout, row_tiles=row_tiles, warps=warps, cluster=cluster, dtype=dtype, sinks=sinks, threads=threads)
-    D, threads, cols, pitch, words = layout.head_dim, f.threads, f.cols, f.pitch, f.words
-    share_of, results = _make_share_macro(f), _make_result_macros(f)
-    write_result = results.write_result
-    of_cluster = _make_cluster_macros(f, share_of, write_result)
-    expect, send = of_cluster.expect, of_cluster.send
+    D, threads, cols, cluster, pitch, words = (
+        p.head_dim,
+        p.threads,
+        p.cols,
+        p.cluster,
+        pitch_of(p.head_dim),
+        words_of(p),
+    )
+    share_of, (finish_row, write_result) = _make_share_macro(p), _make_result_macros(p)
+    expect, send, merge_cluster = _make_cluster_macros(p, warps, share_of, write_result)
 
     @T.macro
-    def merge_warps(ring, OP, LP, O, LSE, SINK, c, w, tx):
+    def merge_warps(t, ring, c, w, tx):
         """Sum over the warps in their order; the result is the output, or a partial one, or goes to the cluster."""
         if cluster > 1:
             expect(c, w, tx)
@@ -459,41 +434,37 @@ def make_merge_macros(
                 if cluster > 1:
                     send(ring, c, w, row, col)
                 else:
-                    write_result(OP, LP, O, LSE, SINK, c, w, row, col, less(col, 1))
+                    write_result(t, c, w, row, col, less(col, 1))
 
-    combine_splits = _make_split_macro(f, share_of, results.finish_row)
+    combine_splits = _make_split_macro(p, share_of, finish_row)
+
+    def is_last(t, w, group_of):
+        """Whether all splits of a group have ended, counted for the caller too."""
+        return T.call_extern("bool", "tz_last_arrival", T.access_ptr(t.SEM[group_of], "rw", 1), w.partials)
 
     @T.macro
-    def merge(ring, OP, LP, SEM, O, LSE, SINK, c, w, tx):
-        """What the CTA's warps have staged, and then all splits, up to the output."""
+    def merge(t, ring, c, s, w, tx):
+        """What the CTA's warps have staged, and then all splits, up to the output; then the codes of a sequence by the
+        last of its CTAs."""
         if cluster > 1:
             T.cluster_wait()  # the others' rings are free, too
-        merge_warps(ring, OP, LP, O, LSE, SINK, c, w, tx)
+        merge_warps(t, ring, c, w, tx)
         if cluster > 1:
-            of_cluster.merge_cluster(ring, OP, LP, O, LSE, SINK, c, w, tx)
+            merge_cluster(t, ring, c, w, tx)
+        if finish_codes is not None:
+            s.done[0] = 1
         if w.partials > 1:
-            group_of = (w.b * OP.shape[1] + w.hy) * cluster + w.split % cluster
-            if T.call_extern("bool", "tz_last_arrival", T.access_ptr(SEM[group_of], "rw", 1), w.partials):
-                combine_splits(ring, OP, LP, O, LSE, SINK, c, w, tx)
-
-    @T.macro
-    def merge_coded(ring, OP, LP, SEM, O, LSE, SINK, made, c, s, w, tx):
-        """`merge`, then the codes of a sequence by the last of its CTAs."""
-        if cluster > 1:
-            T.cluster_wait()
-        merge_warps(ring, OP, LP, O, LSE, SINK, c, w, tx)
-        if cluster > 1:
-            of_cluster.merge_cluster(ring, OP, LP, O, LSE, SINK, c, w, tx)
-        s.done[0] = 1
-        if w.partials > 1:
-            group_of = (w.b * OP.shape[1] + w.hy) * cluster + w.split % cluster
-            last = T.call_extern("bool", "tz_last_arrival", T.access_ptr(SEM[group_of], "rw", 1), w.partials)
-            s.done[0] = T.Cast("int32", last)
+            group_of = (w.b * t.OP.shape[1] + w.hy) * cluster + w.split % cluster
+            if finish_codes is None:
+                if is_last(t, w, group_of):
+                    combine_splits(t, ring, c, w, tx)
+            else:
+                last = is_last(t, w, group_of)
+                s.done[0] = T.Cast("int32", last)
+                if less(0, s.done[0]):
+                    combine_splits(t, ring, c, w, tx)
+        if finish_codes is not None:
             if less(0, s.done[0]):
-                combine_splits(ring, OP, LP, O, LSE, SINK, c, w, tx)
-        if less(0, s.done[0]):
-            codes.finish(ring, SEM, O, *made, s, w, tx)
+                finish_codes(t, ring, s, w, tx)
 
-    return SimpleNamespace(
-        stage_sums=_make_staging_macro(f, tile), merge=merge_coded if codes is not None else merge, words=words
-    )
+    return _make_staging_macro(p, tile), merge

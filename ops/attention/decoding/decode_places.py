@@ -4,15 +4,16 @@ What is most likely its work is found before the kernel ahead has ended, and its
 the lengths turn out to be others, it is found again.
 """
 
-from types import SimpleNamespace
-
+from terrazzo.ops.attention.decoding.decode_ring import Ring
+from terrazzo.ops.attention.device.decode_copies import Copies
 from terrazzo.ops.attention.device.tile_macros import each, less
+from terrazzo.ops.tiles.types import Macro
 from terrazzo.schedules.attention_balance import MOST_SPLITS
 
 _AT_A_TIME = 128  # lengths that a warp holds: more of them are not looked at before the wait
 
 
-def make_place_macros(copies: SimpleNamespace, ring: SimpleNamespace | None, *, early_start: bool) -> SimpleNamespace:
+def make_place_macros(copies: Copies, ring: Ring | None, *, early_start: bool) -> tuple[Macro, Macro]:
     """Macros `expect_work` and `find_work`.
 
     Args:
@@ -30,7 +31,7 @@ def make_place_macros(copies: SimpleNamespace, ring: SimpleNamespace | None, *, 
             "handle", "tz_place", T.access_ptr(place, "w"), T.access_ptr(held, "r"), T.access_ptr(LEN, "r"),
             LEN.shape[0],
             T.call_extern("int32", "tz_select", less(0, w.window), w.window + w.most_new, 0x7FFFFFFF), x,
-            w.places - LEN.shape[0], copies.least, MOST_SPLITS,
+            w.places - LEN.shape[0], copies.of.least, MOST_SPLITS,
         )  # fmt: skip
 
     @T.macro
@@ -68,4 +69,4 @@ def make_place_macros(copies: SimpleNamespace, ring: SimpleNamespace | None, *, 
         else:
             w.length[0] = place[4]
 
-    return SimpleNamespace(expect_work=expect_work, find_work=find_work)
+    return expect_work, find_work

@@ -16,37 +16,39 @@ A `balanced` kernel cuts ragged batches: each CTA reads all lengths and finds fr
 is (`tz_place`), so that a long sequence has more splits than a short one, whatever the lengths are at that time.
 """
 
-from types import SimpleNamespace
-
-from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.attention.cache.layout import CacheLayout
 from terrazzo.ops.attention.decoding.decode_arguments import (
     PASS_CONFIGS,
+    Decode,
+    Tensors,
     arguments,
     check_cache,
     check_cluster,
+    grid_of,
     make_rows_macros,
     program,
     stage_words,
     work_of,
 )
-from terrazzo.ops.attention.decoding.decode_codes import code_sources, make_code_macros
+from terrazzo.ops.attention.decoding.decode_codes import make_code_macro, prelude
+from terrazzo.ops.attention.decoding.decode_codes import state as code_state
 from terrazzo.ops.attention.decoding.decode_merge import BATCH, inbox_words, make_merge_macros, merge_words
 from terrazzo.ops.attention.decoding.decode_merge import state as merge_state
 from terrazzo.ops.attention.decoding.decode_places import make_place_macros
 from terrazzo.ops.attention.decoding.decode_ring import make_ring_macros
 from terrazzo.ops.attention.decoding.decode_rows import (
+    Rows,
     make_fetch_macros,
     make_fragment_macros,
     query_words,
-    row_facts,
     row_pitch,
+    rows_at_end,
     rows_of_slot,
 )
-from terrazzo.ops.attention.device.decode_copies import make_copy_macros, peek
-from terrazzo.ops.attention.device.primitives import attention_prelude
-from terrazzo.ops.attention.device.tile_macros import each, less, make_tile_macros, smaller
+from terrazzo.ops.attention.device.decode_copies import Copies, Stages, make_copy_macros, peek
+from terrazzo.ops.attention.device.tile_macros import Arithmetic, Tile, each, less, make_tile_macros, smaller
+from terrazzo.ops.tiles.types import Buffers, Call, Expr, Macro, PrimFunc
 
 MAX_SPLITS = 128
 
@@ -70,53 +72,41 @@ def shared_words(
     return rings + apart + query_words(layout, row_tiles, warps, shared_rows)
 
 
-def _check(layout: CacheLayout, target, tiles, shared_rows, page, residual, ahead, parts, cluster, balanced) -> None:
+def _check(p: Decode, target) -> None:
     """Raise ArgumentError for arguments of `build` that do not fit one another."""
-    group, mini = layout.k.group, 16 * tiles
-    if group and (group % mini or residual != group):
+    layout, group, mini, tiles, parts = p.layout, p.layout.k.group, 16 * p.tiles, p.tiles, p.parts
+    if group and (group % mini or p.residual != group):
         constraint = f"16 * tiles must divide the group {group}, and residual be {group}"
         raise ArgumentError("tiles", tiles, constraint, "change it")
     if parts > 1 and (not group or group % (mini * parts)):
         raise ArgumentError("parts", parts, f"warps take whole stages of {mini} tokens of a group of {group}", "use 1")
-    if shared_rows and layout.k_layout.block_k < 32:
+    if p.shared_rows and layout.k_layout.block_k < 32:
         constraint = f"{layout.k_format} keys are loaded one atom at a time"
-        raise ArgumentError("shared_rows", shared_rows, constraint, "use False")
-    check_cache(layout, page=page, residual=residual, tokens=mini, remedy="change tiles")
-    if not 0 <= ahead <= 32:
-        raise ArgumentError("ahead", ahead, "must be 0..32: a lane fetches a stage", "use 0")
-    constraint = "balanced kernels have none" if balanced else f"{target.arch} has clusters of 1..16 CTAs or none"
-    check_cluster(cluster, BATCH if target.supports("cluster") and not balanced else 1, constraint)
+        raise ArgumentError("shared_rows", p.shared_rows, constraint, "use False")
+    check_cache(p, mini, "change tiles")
+    if not 0 <= p.ahead <= 32:
+        raise ArgumentError("ahead", p.ahead, "must be 0..32: a lane fetches a stage", "use 0")
+    constraint = "balanced kernels have none" if p.balanced else f"{target.arch} has clusters of 1..16 CTAs or none"
+    check_cluster(p.cluster, BATCH if target.supports("cluster") and not p.balanced else 1, constraint)
 
 
-def _prelude(layout: CacheLayout, residual: int, output: str) -> str:
-    """Device code: primitives, the conversions of packed and of f16 tiles, and what makes codes."""
-    names, more = code_sources(output)
-    found = [layout.k.converter, layout.v.converter, *([get_converter("f16_f16")] if residual else [])]
-    return attention_prelude(
-        "cp_async", "lds", "ldmatrix", "pack", "bulk", "semaphore", "warpgroup", "prefetch", *names,
-        extra=(*dict.fromkeys(c.device_source for c in sorted(found, key=lambda c: c.name)), *more),
-    )  # fmt: skip
-
-
-def _state(tile: SimpleNamespace, layout: CacheLayout, row_facts, scale, cap, window) -> SimpleNamespace:
+def _state(p: Decode, tile: Tile, row_facts: Expr, t: Tensors) -> Buffers:
     """Registers of a warp; row_facts: address of what is true of each row."""
-    import tilelang.language as T
-
-    st = tile.state(scale, cap, window)
+    st = tile.state(t.scale, t.cap, t.window)
     st.row_facts = row_facts
-    if layout.k.rotated or layout.v.rotated:
-        st.turned = T.alloc_local((1,), "float32")
-    if layout.k.rotated:
-        st.rotated = T.alloc_local((8,), "float32")
+    if p.layout.k.rotated or p.layout.v.rotated:
+        vars(st).update(vars(Buffers(turned=(1, "float32"))))
+    if p.layout.k.rotated:
+        vars(st).update(vars(Buffers(rotated=(8, "float32"))))
     return st
 
 
-def _make_loop_macros(f: SimpleNamespace, tile, copies, rows_of, *, bulk: bool, sliding: bool) -> SimpleNamespace:
-    """Macros `load` and `attend` of the main loop; f: facts of decode_rows."""
+def _make_loop_macros(f: Rows, tile: Tile, copies: Copies, rows_of: Call) -> tuple[Macro, Macro]:
+    """Macros `load` and `attend` of the main loop."""
     import tilelang.language as T
 
-    layout, stages, stage, queries, fragment_words = f.layout, f.stages, f.stage, f.queries, f.fragment_words
-    mini, sink_tokens = (stage - layout.channel_words) // layout.tile_words * 16, layout.sink_tokens
+    p, layout, queries, fragment_words, bulk = f.of, f.of.layout, f.queries, f.fragments, copies.of.bulk
+    stages, stage, sliding, mini, sink_tokens = p.stages, p.stage, p.sliding, 16 * p.tiles, p.sink_tokens
 
     @T.macro
     def load(KV, TABLE, ring, full, w, i):
@@ -150,7 +140,7 @@ def _make_loop_macros(f: SimpleNamespace, tile, copies, rows_of, *, bulk: bool, 
         token = copies.token_of(w, i)
         at = (w.warp[0] * stages + w.read[0]) * stage
         if layout.k.group:
-            if i % copies.per_chunk == 0:  # the scales of a channel group are the rows'
+            if i % copies.of.per_chunk == 0:  # the scales of a channel group are the rows'
                 tile.scale_q(
                     T.access_ptr(ring[at], "r", stage),
                     T.access_ptr(ring[queries], "r"),
@@ -165,31 +155,11 @@ def _make_loop_macros(f: SimpleNamespace, tile, copies, rows_of, *, bulk: bool, 
             outside(w, token, begins), w.lane[0],
         )  # fmt: skip
 
-    return SimpleNamespace(load=load, attend=attend)
+    return load, attend
 
 
-def build(
-    target, *, k_format: str, v_format: str, head_dim: int, dtype: str, row_tiles: int, warps: int, tiles: int,
-    stages: int, min_blocks: int, shared_rows: bool, page: int, residual: int, softcap: bool, sinks: bool,
-    ahead: int = 0, parts: int = 1, cluster: int = 1, balanced: bool = False,
-    sink_tokens: int = 0, ragged: bool = False, output: str = "none", smooth: bool = False, column_scales: bool = False,
-):  # fmt: skip
-    """The prim_func `main` for up to 8 * row_tiles rows in a CTA.
-
-    Args:
-        dtype: of q and out. tiles: 16-token tiles in a stage of a warp. min_blocks: CTAs on an SM that registers allow.
-        shared_rows: the rows' B fragments stay in shared memory, for more warps with more rows.
-        page: tokens of a page, 0 for a contiguous cache (one page for each sequence).
-        residual: tokens of the f16 residual ring, 0 for none. Its tiles are one more, and behind them lies that of the
-            `sink_tokens` first tokens (`PackedCache`).
-        softcap, sinks: whether the logits are capped, and whether each head has a sink.
-        ahead: stages of a warp that are fetched into L2 while the kernel ahead may still run (decode_copies.py), 0..32.
-        parts: warps that share a group of channel-wise keys. cluster: splits whose CTAs are a cluster, 1..16.
-        balanced: sequences get splits in proportion to their tokens, without clusters. Of P CTAs along x, P - B are
-            what the tokens of all are divided by (schedules/attention_balance.py).
-        ragged: sequences have numbers of new tokens of their own, up to most_new.
-        output: "none", or the form of codes that the last CTA of a sequence makes of its rows of O (decode_codes.py).
-        smooth: whether columns are multiplied with SM first. column_scales: scales of blocks as [Hq D / 128, M4].
+def build(target, **params: str | int | bool) -> PrimFunc:
+    """The prim_func `main` for up to 8 * row_tiles rows in a CTA; params: the attributes of `Decode`.
 
     Shapes: Q and O [B, q_len, Hq, D] in `dtype`; KV int32 [pages, Hkv, page words]; TABLE int32 [B, most pages] (one
     element when contiguous); LEN int32 [B], tokens in all, the q_len new ones included; RES int32 [slots, Hkv, words]
@@ -203,87 +173,76 @@ def build(
     """
     import tilelang.language as T
 
-    layout = CacheLayout(k_format, v_format, head_dim, sink_tokens)
-    _check(layout, target, tiles, shared_rows, page, residual, ahead, parts, cluster, balanced)
-    nt, group, threads = row_tiles, layout.k.group, warps * 32
-    bulk, pdl = target.supports("bulk_copy"), target.supports("pdl")
-    sliding = bool(residual) and not group  # the ring takes over inside a stage
-    total_words = shared_words(layout, nt, warps, tiles, stages, shared_rows, cluster)
-    f = row_facts(
-        layout, row_tiles=nt, warps=warps, tiles=tiles, stages=stages, shared_rows=shared_rows, dtype=dtype,
-        words=total_words,
-    )  # fmt: skip
-    tile = make_tile_macros(layout, nt, tiles, softcap, shared_rows, sliding)
-    spare = make_tile_macros(CacheLayout("float16", "float16", head_dim), nt, 1, softcap) if residual else None
+    p = Decode(**params)
+    _check(p, target)
+    layout, nt, residual, warps, ahead, cluster = p.layout, p.row_tiles, p.residual, p.warps, p.ahead, p.cluster
+    bulk, pdl, group, sliding = target.supports("bulk_copy"), target.supports("pdl"), layout.k.group, p.sliding
+    total_words = shared_words(layout, nt, warps, p.tiles, p.stages, p.shared_rows, cluster)
+    f = rows_at_end(p, total_words)
+    tile = make_tile_macros(Arithmetic(layout, nt, p.tiles, p.softcap, p.shared_rows, sliding))
+    spare = make_tile_macros(Arithmetic(p.plain, nt, 1, p.softcap)) if residual else None
     copies = make_copy_macros(
-        layout, tiles=tiles, stages=stages, warps=warps, parts=parts, page=page, residual=residual, bulk=bulk,
-        ahead=ahead if pdl else 0, known=balanced,
-    )  # fmt: skip
-    ring_of = make_ring_macros(tile, spare, warps=warps, residual=residual, sink_tokens=sink_tokens)
-    places = make_place_macros(copies, ring_of if sliding else None, early_start=bool(pdl and ahead))
+        Stages(layout, p.tiles, p.stages, warps, p.parts, p.page, residual, bulk, ahead if pdl else 0, known=p.balanced)
+    )
+    ring_of = make_ring_macros(p, tile, spare)
+    expect_work, find_work = make_place_macros(copies, ring_of if sliding else None, early_start=bool(pdl and ahead))
     rows = make_fetch_macros(f, bulk)
     fragments = make_fragment_macros(f, tile, rows.at_row)
-    loop = _make_loop_macros(f, tile, copies, fragments.rows_of, bulk=bulk, sliding=sliding)
-    coding = output != "none"
-    args = arguments(
-        head_dim, dtype, cols=8 * nt, cluster=cluster, balanced=balanced, ragged=ragged, coded=coding
+    load, attend = _make_loop_macros(f, tile, copies, fragments.rows_of)
+    types, sizes = arguments(p)
+    stage_sums, merge = make_merge_macros(
+        p, tile.of, warps, make_code_macro(target, sizes, p) if p.coded else None
     )  # fmt: skip
-    codes = make_code_macros(
-        target, args.sizes, head_dim=head_dim, dtype=dtype, output=output, smooth=smooth, column_scales=column_scales,
-        cols=8 * nt, cluster=cluster, threads=threads,
-    ) if coding else None  # fmt: skip
-    merge = make_merge_macros(
-        layout, tile, row_tiles=nt, warps=warps, cluster=cluster, dtype=dtype, sinks=sinks, codes=codes
-    )
     cluster_dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
-    source = _prelude(layout, residual, output)
-    cta_rows = make_rows_macros(args.sizes, 8 * nt, ragged)
+    names = ("cp_async", "lds", "ldmatrix", "pack", "bulk", "semaphore", "warpgroup", "prefetch")
+    source = prelude(p, *names)
+    find_rows, find_own = make_rows_macros(p, sizes)
 
     @T.macro
-    def body(Q, KV, TABLE, LEN, RES, SLOT, SK, SV, SINK, OP, LP, SEM, O, LSE, CU, most_new, made, scale, cap, window):
-        with T.Kernel(*args.grid, threads=threads, prelude=source, **cluster_dims) as (bx, hy, bz):
+    def body(t):
+        with T.Kernel(*grid_of(p, sizes), threads=p.threads, prelude=source, **cluster_dims) as (bx, hy, bz):
             ring = T.alloc_shared((total_words,), "int32")
-            full = T.alloc_barrier([1] * (warps * stages)) if bulk else None
+            full = T.alloc_barrier([1] * (warps * p.stages)) if bulk else None
             sent = T.alloc_barrier([1]) if cluster > 1 else None
-            T.annotate_min_blocks_per_sm(min_blocks)
+            T.annotate_min_blocks_per_sm(p.min_blocks)
             tx = T.get_thread_binding()
-            st = _state(tile, layout, T.access_ptr(ring[f.facts], "r"), scale, cap, window)
+            st = _state(p, tile, T.access_ptr(ring[f.facts], "r"), t)
             c = merge_state()
-            coded = codes.state() if codes is not None else None
+            coded = code_state() if p.coded else None
             place = T.alloc_local((5,), "int32")  # of tz_place
             early, late, moved = (T.alloc_local((size,), "int32") for size in (4, 4, 1))
             w = work_of(
-                args.sizes, ("tile", "parts", "slot") if sliding else (), most_new,
-                b=place[0] if balanced else bz, hy=hy, split=place[1] if balanced else bx,
-                splits=place[2] if balanced else args.splits, partials=place[2] if balanced else args.sizes.p,
-                part_row=0 if balanced else bz, part_base=place[3] if balanced else 0, window=window, sent=sent,
+                sizes, ("tile", "parts", "slot") if sliding else (), t,
+                b=place[0] if p.balanced else bz, hy=hy, split=place[1] if p.balanced else bx,
+                splits=place[2] if p.balanced else sizes.p * cluster, partials=place[2] if p.balanced else sizes.p,
+                part_row=0 if p.balanced else bz, part_base=place[3] if p.balanced else 0, sent=sent,
                 row_query=T.alloc_local((f.turns,), "int32"), row_head=T.alloc_local((f.turns,), "int32"),
             )  # fmt: skip
             if pdl:
                 T.pdl_trigger()
             w.lane[0] = tx % 32
             w.warp[0] = tx // 32
-            cta_rows.find_rows(w)
-            if not ragged:
+            find_rows(w)
+            if not p.ragged:
                 rows.place_rows(st, w, tx)
-            if balanced:
-                places.expect_work(KV, TABLE, LEN, RES, SLOT, place, early, bx, w)
+            if p.balanced:
+                expect_work(t.KV, t.TABLE, t.LEN, t.RES, t.SLOT, place, early, bx, w)
             elif pdl and ahead:
-                copies.prefetch(KV, TABLE, LEN, w)
+                copies.prefetch(t.KV, t.TABLE, t.LEN, w)
                 if sliding:
-                    ring_of.prefetch_ring(RES, SLOT, w)
+                    ring_of.prefetch_ring(t.RES, t.SLOT, w)
             if pdl:
                 T.pdl_sync()
-            if balanced:
-                places.find_work(TABLE, LEN, place, early, late, moved, bx, w)
-            if ragged:
-                cta_rows.find_own(CU, w)
+            if p.balanced:
+                find_work(t.TABLE, t.LEN, place, early, late, moved, bx, w)
+            if p.ragged:
+                find_own(t.CU, w)
                 rows.place_rows(st, w, tx)
-            rows.ask_rows(Q, ring, w, tx)
+            rows.ask_rows(t.Q, ring, w, tx)
             if sliding:
-                w.slot[0] = peek(SLOT, w.b)
-            copies.start(KV, TABLE, LEN, ring, full, w)
-            copies.confirm(KV, TABLE, ring, full, w)
+                w.slot[0] = peek(t.SLOT, w.b)
+            copies.start(t.KV, t.TABLE, t.LEN, ring, full, w)
+            copies.confirm(t.KV, t.TABLE, ring, full, w)
             tile.clear(st)
             rows.await_rows()
             for i in each(nt * 2):
@@ -292,25 +251,22 @@ def build(
             if layout.k.rotated:
                 rows.rotate_rows(ring, st, w)
             if residual:
-                if less(0 if sink_tokens else w.packed[0], w.length[0]):
+                if less(0 if p.sink_tokens else w.packed[0], w.length[0]):
                     fragments.spare_q(ring, st, w)
                     if sliding:
-                        ring_of.read_ring(RES, SLOT, st, w)
+                        ring_of.read_ring(t.RES, t.SLOT, st, w)
                     else:
-                        ring_of.read_group(RES, SLOT, st, w)
-            fragments.load_q(ring, SK, st, w)  # behind the residual block, which has fragments of its own
-            if group or shared_rows:
+                        ring_of.read_group(t.RES, t.SLOT, st, w)
+            fragments.load_q(ring, t.SK, st, w)  # behind the residual block, which has fragments of its own
+            if group or p.shared_rows:
                 fragments.share_q(ring, st, w)
             elif f.in_slot:
                 T.sync_threads()  # every warp has its rows before a slot of any ring is refilled
             for i in T.serial(w.count[0]):
-                loop.load(KV, TABLE, ring, full, w, i)
-                loop.attend(ring, st, w, i)
+                load(t.KV, t.TABLE, ring, full, w, i)
+                attend(ring, st, w, i)
                 copies.release(w)
-            merge.stage_sums(ring, SV, st, w)
-            if codes is None:
-                merge.merge(ring, OP, LP, SEM, O, LSE, SINK, c, w, tx)
-            else:
-                merge.merge(ring, OP, LP, SEM, O, LSE, SINK, made, c, coded, w, tx)
+            stage_sums(ring, t.SV, st, w)
+            merge(t, ring, c, coded, w, tx)
 
-    return program(body, args, ragged, codes is not None)
+    return program(body, types, p)

@@ -3,27 +3,32 @@
 Warps take a tile of 16 tokens each in turn, over all splits of a sequence.
 """
 
-from types import SimpleNamespace
+from typing import NamedTuple
 
+from terrazzo.ops.attention.decoding.decode_arguments import Decode
 from terrazzo.ops.attention.device.calls import at_page
 from terrazzo.ops.attention.device.decode_copies import peek
-from terrazzo.ops.attention.device.tile_macros import larger, less, smaller
+from terrazzo.ops.attention.device.tile_macros import Tile, larger, less, smaller
+from terrazzo.ops.tiles.types import Macro
 
 
-def make_ring_macros(
-    tile: SimpleNamespace, spare: SimpleNamespace | None, *, warps: int, residual: int, sink_tokens: int
-) -> SimpleNamespace:
-    """Macros `prefetch_ring`, `read_ring` and `read_group`.
-
-    Args:
-        tile, spare: macros of packed tiles and of f16 tiles; None where no tokens are f16. warps, residual,
-            sink_tokens: as of decode_program.
+class Ring(NamedTuple):
+    """Macros of the f16 tokens.
 
     RES and SLOT are the program's tensors. `w` as in decode_copies, with `tile`, `parts` and `slot` where the ring
     takes over inside a stage.
     """
+
+    prefetch_ring: Macro
+    read_group: Macro
+    read_ring: Macro
+
+
+def make_ring_macros(p: Decode, tile: Tile, spare: Tile | None) -> Ring:
+    """Those of a kernel; tile, spare: macros of packed tiles and of f16 tiles, None where no tokens are f16."""
     import tilelang.language as T
 
+    warps, residual, sink_tokens = p.warps, p.residual, p.sink_tokens
     spare_tiles = residual // 16 + 1  # one more than a block: new tokens never overwrite those of a block to be packed
 
     @T.macro
@@ -41,7 +46,7 @@ def make_ring_macros(
 
     def ring_tile(RES, w, slot):
         """Address of the tile w.tile of a residual ring."""
-        at = w.h[0] * RES.shape[2] + w.tile[0] * spare.tile_words
+        at = w.h[0] * RES.shape[2] + w.tile[0] * spare.of.layout.tile_words
         return at_page(RES, slot, at)
 
     @T.macro
@@ -51,7 +56,7 @@ def make_ring_macros(
         wanted = T.And(less(w.warp[0] * w.splits + w.split, w.parts[0]), less(w.lane[0], 1))
         if T.And(wanted, less(-1, w.tile[0])):
             slot = smaller(larger(peek(SLOT, w.b), 0), RES.shape[0] - 1)
-            T.call_extern("handle", "tz_prefetch", ring_tile(RES, w, slot), 4 * spare.tile_words)
+            T.call_extern("handle", "tz_prefetch", ring_tile(RES, w, slot), 4 * spare.of.layout.tile_words)
 
     @T.macro
     def read_group(RES, SLOT, st, w):
@@ -62,7 +67,7 @@ def make_ring_macros(
                 spare.step(
                     at_page(
                         RES, peek(SLOT, w.b),
-                        w.h[0] * RES.shape[2] + (w.packed[0] // 16 + j) % spare_tiles * spare.tile_words,
+                        w.h[0] * RES.shape[2] + (w.packed[0] // 16 + j) % spare_tiles * spare.of.layout.tile_words,
                     ),
                     st, st.qk, w.packed[0] + j * 16, w.length[0], True, w.lane[0],
                 )  # fmt: skip
@@ -79,4 +84,4 @@ def make_ring_macros(
                 spare.step(ring_tile(RES, w, w.slot[0]), st, st.qk, w.source[0], w.length[0], True, w.lane[0])
         tile.adopt(st)
 
-    return SimpleNamespace(prefetch_ring=prefetch_ring, read_group=read_group, read_ring=read_ring)
+    return Ring(prefetch_ring, read_group, read_ring)

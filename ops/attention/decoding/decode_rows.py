@@ -4,13 +4,14 @@ A row is one (new token, query head) of a kv head. All warps of a CTA have the s
 rings that the first copies leave free, or behind the rings where those have no room.
 """
 
-from types import SimpleNamespace
+from typing import NamedTuple
 
 from terrazzo.ops.attention.cache.layout import CacheLayout
-from terrazzo.ops.attention.decoding.decode_arguments import query_at, stage_words
+from terrazzo.ops.attention.decoding.decode_arguments import Decode, query_at, stage_words
 from terrazzo.ops.attention.device.calls import load_words, store_words
-from terrazzo.ops.attention.device.rotation_macros import make_rotation, row_stages
-from terrazzo.ops.attention.device.tile_macros import each, less, smaller
+from terrazzo.ops.attention.device.rotation_macros import Rotation, make_rotation, row_stages
+from terrazzo.ops.attention.device.tile_macros import Tile, each, less, smaller
+from terrazzo.ops.tiles.types import Call, Macro
 
 
 def row_pitch(head_dim: int) -> int:
@@ -32,46 +33,60 @@ def query_words(layout: CacheLayout, row_tiles: int, warps: int, shared_rows: bo
     return 4 * layout.head_dim * row_tiles * copies + (16 * row_tiles if shared_rows else 0)
 
 
-def row_facts(
-    layout: CacheLayout,
-    *,
-    row_tiles: int,
-    warps: int,
-    tiles: int,
-    stages: int,
-    shared_rows: bool,
-    dtype: str,
-    words: int,
-) -> SimpleNamespace:
-    """Sizes of the rows; words: of shared memory in all, at whose end they lie.
+class Rows(NamedTuple):
+    """Where the rows of a kernel lie.
 
-    `queries`, `fragment_words` and `facts` are the word where the B fragments begin, their number, and the word of what
-    is true of each row.
+    Attributes:
+        in_slot: rows of Q in a slot of each ring, 0 for none. queries, facts: words of shared memory where the B
+            fragments begin, and what is true of each row. fragments: words of the B fragments.
+        dtype: of Q in shared memory. rotation: of the rows, or None.
     """
-    cols, stage = 8 * row_tiles, stage_words(layout, tiles)
-    rotated = bool(layout.k.rotated)
-    return SimpleNamespace(
-        layout=layout, nt=row_tiles, cols=cols, warps=warps, threads=warps * 32, stages=stages, stage=stage,
-        shared_rows=shared_rows, dtype=dtype,
-        row_dtype="float16" if rotated else dtype,  # of Q in shared memory
-        turns=-(-cols * (layout.head_dim // 8) // (warps * 32)),  # pieces of Q that a thread fetches
-        q_pitch=row_pitch(layout.head_dim), in_slot=rows_of_slot(layout, row_tiles, warps, tiles),
-        queries=words - query_words(layout, row_tiles, warps, shared_rows),
-        fragment_words=4 * layout.head_dim * row_tiles, facts=words - 2 * cols,
-        rotation=make_rotation(layout.head_dim, 8, row_stages(layout.head_dim)) if rotated else None,
+
+    of: Decode
+    in_slot: int
+    queries: int
+    facts: int
+    fragments: int
+    dtype: str
+    rotation: Rotation | None
+
+    @property
+    def turns(self) -> int:
+        """Pieces of Q that a thread fetches."""
+        return -(-self.of.cols * (self.of.head_dim // 8) // self.of.threads)
+
+
+def rows_at_end(p: Decode, words: int) -> Rows:
+    """The rows lie at the end of so many words of shared memory."""
+    layout, rotated, nt = p.layout, bool(p.layout.k.rotation), p.row_tiles
+    return Rows(
+        of=p, in_slot=rows_of_slot(layout, nt, p.warps, p.tiles),
+        queries=words - query_words(layout, nt, p.warps, p.shared_rows), facts=words - 2 * p.cols,
+        fragments=4 * p.head_dim * nt, dtype="float16" if rotated else p.dtype,
+        rotation=make_rotation(p.head_dim, 8, row_stages(p.head_dim)) if rotated else None,
     )  # fmt: skip
 
 
-def make_fetch_macros(f: SimpleNamespace, bulk: bool) -> SimpleNamespace:
-    """Macros `place_rows`, `ask_rows`, `await_rows` and `rotate_rows`, up to rows in shared memory; `at_row`.
+class Fetching(NamedTuple):
+    """Macros up to rows in shared memory, and `at_row`, the word where one begins.
 
     `w` as in decode_copies, with `row_query` and `row_head` [turns], token and head of the rows that a thread fetches.
     """
+
+    place_rows: Macro
+    ask_rows: Macro
+    await_rows: Macro
+    rotate_rows: Macro
+    at_row: Call
+
+
+def make_fetch_macros(f: Rows, bulk: bool) -> Fetching:
+    """Those of a kernel whose copies are bulk copies or not."""
     import tilelang.language as T
 
-    D, nt, cols, warps, threads = f.layout.head_dim, f.nt, f.cols, f.warps, f.threads
-    turns, stages, stage, q_pitch, in_slot, queries = f.turns, f.stages, f.stage, f.q_pitch, f.in_slot, f.queries
-    rotation, dtype = f.rotation, f.dtype
+    p, turns, in_slot, queries, rotation = f.of, f.turns, f.in_slot, f.queries, f.rotation
+    D, nt, cols, warps, threads, dtype = p.head_dim, p.row_tiles, p.cols, p.warps, p.threads, p.dtype
+    stages, stage, q_pitch = p.stages, p.stage, row_pitch(D)
     at_once = 256 // D  # rows of a warp with 8 dimensions in a lane
 
     def piece(v, tx):
@@ -131,20 +146,32 @@ def make_fetch_macros(f: SimpleNamespace, bulk: bool) -> SimpleNamespace:
                 store_words(4, ring[at], st.w)
         T.sync_threads()
 
-    return SimpleNamespace(
-        place_rows=place_rows, ask_rows=ask_rows, await_rows=await_rows, rotate_rows=rotate_rows, at_row=at_row
-    )
+    return Fetching(place_rows, ask_rows, await_rows, rotate_rows, at_row)
 
 
-def make_fragment_macros(f: SimpleNamespace, tile: SimpleNamespace, at_row) -> SimpleNamespace:
+class Fragments(NamedTuple):
     """Macros `load_q` and `share_q` (what steps over packed keys multiply, `rows_of`), and `spare_q` (the same for f16
     tokens)."""
+
+    load_q: Macro
+    share_q: Macro
+    rows_of: Call
+    spare_q: Macro
+
+
+def make_fragment_macros(f: Rows, tile: Tile, at_row: Call) -> Fragments:
+    """Those of rows that begin where `at_row` says."""
     import tilelang.language as T
 
-    layout, nt, D = f.layout, f.nt, f.layout.head_dim
-    slices, group, shared_rows = D // 16, layout.k.group, f.shared_rows
-    queries, fragment_words, facts, row_dtype = f.queries, f.fragment_words, f.facts, f.row_dtype
-    k_static, mixed = layout.k.scaling == "static", layout.k.operand != row_dtype
+    layout, nt, slices = f.of.layout, f.of.row_tiles, f.of.head_dim // 16
+    group, shared_rows, k_shift, k_bf16 = (
+        layout.k.group,
+        f.of.shared_rows,
+        tile.of.k_shift,
+        str(tile.of.layout.k.bf16).lower(),
+    )
+    queries, fragment_words, facts, row_dtype = f.queries, f.fragments, f.facts, f.dtype
+    k_static, mixed = layout.k.static, layout.k.operand != row_dtype
     row_bf16 = "true" if row_dtype == "bfloat16" else "false"
 
     @T.macro
@@ -163,14 +190,14 @@ def make_fragment_macros(f: SimpleNamespace, tile: SimpleNamespace, at_row) -> S
         """B fragments of the rows, and the sums of Q that zeros multiply."""
         for t in each(nt):
             take_rows(ring, st.q, st, w, t)
-            if mixed or k_static or tile.k_shift != (0, 0):
+            if mixed or k_static or k_shift != (0, 0):
                 for k in each(slices):
                     for half in each(2):
                         at = (k * nt + t) * 2 + half
                         st.f[0] = T.call_extern("float32", f"tz_unpack<{row_bf16}, 0>", st.q[at])
                         st.f[1] = T.call_extern("float32", f"tz_unpack<{row_bf16}, 1>", st.q[at])
                         for e in each(2):
-                            st.f[e] = st.f[e] * T.float32(2.0 ** tile.k_shift[half])
+                            st.f[e] = st.f[e] * T.float32(2.0 ** k_shift[half])
                             if k_static:
                                 st.f[e] = st.f[e] * T.reinterpret(
                                     T.call_extern(
@@ -179,7 +206,7 @@ def make_fragment_macros(f: SimpleNamespace, tile: SimpleNamespace, at_row) -> S
                                     ),
                                     "float32",
                                 )  # fmt: skip
-                        st.q[at] = T.call_extern("uint32", f"tz_pack2<{tile.kb}>", st.f[0], st.f[1])
+                        st.q[at] = T.call_extern("uint32", f"tz_pack2<{k_bf16}>", st.f[0], st.f[1])
         tile.sum_q(st)
 
     @T.macro
@@ -219,4 +246,4 @@ def make_fragment_macros(f: SimpleNamespace, tile: SimpleNamespace, at_row) -> S
                         st.f[1] = T.call_extern("float32", "tz_unpack<true, 1>", st.qk[at])
                         st.qk[at] = T.call_extern("uint32", "tz_pack2<false>", st.f[0], st.f[1])
 
-    return SimpleNamespace(load_q=load_q, share_q=share_q, rows_of=rows_of, spare_q=spare_q)
+    return Fragments(load_q, share_q, rows_of, spare_q)

@@ -8,32 +8,49 @@ Why: mma.sync m16n8k16 keeps the scheduler of its warp for 6 cycles (H200), 12 f
 for about one. With 16 rows of int2 that is more than the bytes of a tile take.
 """
 
-from types import SimpleNamespace
+from typing import NamedTuple
 
-from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.attention.cache.layout import CacheLayout
 from terrazzo.ops.attention.decoding.decode_arguments import (
     PASS_CONFIGS,
+    Decode,
+    Tensors,
     arguments,
     check_cache,
     check_cluster,
+    grid_of,
     make_rows_macros,
     program,
     query_at,
     stage_words,
     work_of,
 )
-from terrazzo.ops.attention.decoding.decode_codes import code_sources, make_code_macros
-from terrazzo.ops.attention.decoding.decode_merge import BATCH, inbox_words, make_merge_macros, merge_words, pitch_of
+from terrazzo.ops.attention.decoding.decode_codes import make_code_macro, prelude
+from terrazzo.ops.attention.decoding.decode_codes import state as code_state
+from terrazzo.ops.attention.decoding.decode_merge import (
+    BATCH,
+    inbox_words,
+    make_merge_macros,
+    merge_words,
+    pitch_of,
+    words_of,
+)
 from terrazzo.ops.attention.decoding.decode_merge import state as merge_state
 from terrazzo.ops.attention.device.calls import at_page, read128, store_words
-from terrazzo.ops.attention.device.decode_copies import make_copy_macros, peek
-from terrazzo.ops.attention.device.primitives import attention_prelude
-from terrazzo.ops.attention.device.rotation_macros import make_rotation, row_stages
-from terrazzo.ops.attention.device.tile_macros import each, less, smaller
-from terrazzo.ops.attention.device.warpgroup_macros import TILES, TOKENS, exchange_words, make_warpgroup_macros
+from terrazzo.ops.attention.device.decode_copies import Copies, Stages, make_copy_macros, peek
+from terrazzo.ops.attention.device.rotation_macros import Rotation, make_rotation, row_stages
+from terrazzo.ops.attention.device.tile_macros import Arithmetic, each, less, smaller
+from terrazzo.ops.attention.device.warpgroup_macros import (
+    TILES,
+    TOKENS,
+    Exchange,
+    Warpgroup,
+    exchange_words,
+    make_warpgroup_macros,
+)
 from terrazzo.ops.tiles.calls import pack2, place, unpack, wait
+from terrazzo.ops.tiles.types import Buffers, Macro, PrimFunc
 
 OWN_INTEGERS = ("atom", "values", "member", "turn", "bars")
 
@@ -54,49 +71,75 @@ def shared_words(layout: CacheLayout, row_tiles: int, warpgroups: int, stages: i
     return rings + queries + warpgroups * exchange_words(row_tiles)
 
 
-def _check(layout: CacheLayout, target, row_tiles, warps, page, residual, parts, cluster) -> None:
+def _check(p: Decode, target) -> None:
     """Raise ArgumentError for arguments of `build` that do not fit one another."""
-    group = layout.k.group
-    if warps % 4 or row_tiles % 2 or not 2 <= row_tiles <= 8:
-        raise ArgumentError("warps", (warps, row_tiles), "whole warpgroups, 2, 4, 6 or 8 row tiles", "use 16 and 2")
+    group, row_tiles, parts = p.layout.k.group, p.row_tiles, p.parts
+    if p.warps % 4 or row_tiles % 2 or not 2 <= row_tiles <= 8:
+        raise ArgumentError("warps", (p.warps, row_tiles), "whole warpgroups, 2, 4, 6 or 8 row tiles", "use 16 and 2")
     if not target.supports("wgmma.f16"):
         raise ArgumentError("target", target.arch, "must be sm_90a: wgmma", "use the program of single warps")
-    if group and residual != group:
-        raise ArgumentError("residual", residual, f"must be the group {group}", "change it")
+    if group and p.residual != group:
+        raise ArgumentError("residual", p.residual, f"must be the group {group}", "change it")
     if parts > 1 and (not group or group % (TOKENS * parts)):
         raise ArgumentError("parts", parts, f"warpgroups take whole stages of {TOKENS} tokens of a group", "use 1")
-    check_cache(layout, page=page, residual=residual, tokens=TOKENS, remedy="use single warps")
-    check_cluster(cluster, BATCH, f"{target.arch} has clusters of 1..16 CTAs")
+    check_cache(p, TOKENS, "use single warps")
+    check_cluster(p.cluster, BATCH, f"{target.arch} has clusters of 1..16 CTAs")
 
 
-def _facts_of(
-    layout: CacheLayout, *, row_tiles: int, warps: int, stages: int, cluster: int, residual: int, dtype: str
-) -> SimpleNamespace:
-    """Sizes, and the words of shared memory where things begin."""
-    D, nt, wgs = layout.head_dim, row_tiles, warps // 4
-    total, of_q = shared_words(layout, nt, wgs, stages, cluster, residual), 4 * nt * D  # of_q: words of Q
-    exchanges = total - wgs * exchange_words(nt)
-    queries = exchanges - query_copies(layout, wgs, residual) * of_q
-    of_row = D // 32  # dimensions of a lane that turns a row of sums back
-    return SimpleNamespace(
-        layout=layout, nt=nt, cols=8 * nt, warps=warps, wgs=wgs, threads=warps * 32, residual=residual, dtype=dtype,
-        cluster=cluster, stage=stage_words(layout, TILES), stages=stages,
-        plain=CacheLayout("float16", "float16", D), sliding=bool(residual) and not layout.k.group,
-        total=total, of_q=of_q, exchanges=exchanges, queries=queries, scaled=queries + of_q, plainly=exchanges - of_q,
-        chunks=D // 8,  # 16-byte pieces of a row
-        turns=-(-8 * nt * (D // 8) // (warps * 32)), of_row=of_row,
-        rotation=make_rotation(D, 8, row_stages(D)) if layout.k.rotation else None,
-        back=make_rotation(D, of_row, row_stages(D, of_row)) if layout.v.rotation else None,
+class Places(NamedTuple):
+    """Words of shared memory in all, and where the warpgroups' exchanges and Q begin; macros that rotate rows and turn
+    rows of sums back, or None."""
+
+    of: Decode
+    total: int
+    exchanges: int
+    queries: int
+    rotation: Rotation | None
+    back: Rotation | None
+
+    @property
+    def wgs(self) -> int:
+        return self.of.warps // 4
+
+    @property
+    def of_q(self) -> int:
+        """Words of Q."""
+        return 4 * self.of.row_tiles * self.of.head_dim
+
+    @property
+    def scaled(self) -> int:
+        """Where Q times the first warpgroup's scales begins."""
+        return self.queries + self.of_q
+
+    @property
+    def plainly(self) -> int:
+        """Where Q as it is begins."""
+        return self.exchanges - self.of_q
+
+    @property
+    def turns(self) -> int:
+        """Pieces of Q that a thread fetches."""
+        return -(-self.of.cols * (self.of.head_dim // 8) // self.of.threads)
+
+
+def places_of(p: Decode) -> Places:
+    layout, D, nt, wgs = p.layout, p.head_dim, p.row_tiles, p.warps // 4
+    total = shared_words(layout, nt, wgs, p.stages, p.cluster, p.residual)
+    exchanges, of_row = total - wgs * exchange_words(nt), D // 32
+    return Places(
+        p, total, exchanges, exchanges - query_copies(layout, wgs, p.residual) * 4 * nt * D,
+        make_rotation(D, 8, row_stages(D)) if layout.k.rotation else None,
+        make_rotation(D, of_row, row_stages(D, of_row)) if layout.v.rotation else None,
     )  # fmt: skip
 
 
-def _make_row_macros(f: SimpleNamespace, tile: SimpleNamespace) -> SimpleNamespace:
+def _make_row_macros(f: Places, tile: Arithmetic) -> tuple[Macro, Macro, Macro]:
     """Macros `ends`, `ask_rows` and `place_rows`: rows of Q, from memory to shared memory."""
     import tilelang.language as T
 
-    layout, nt, cols, threads, chunks, turns = f.layout, f.nt, f.cols, f.threads, f.chunks, f.turns
-    residual, rotation, queries, plainly = f.residual, f.rotation, f.queries, f.plainly
-    bf16, k_static = f.dtype == "bfloat16", layout.k.scaling == "static"
+    p, layout, turns, rotation, queries, plainly = f.of, f.of.layout, f.turns, f.rotation, f.queries, f.plainly
+    nt, cols, threads, chunks, residual = p.row_tiles, p.cols, p.threads, p.head_dim // 8, p.residual
+    bf16, k_static = p.dtype == "bfloat16", layout.k.static
     q_bf16 = bf16 and rotation is None  # rotated rows are f16
 
     def piece(v, tx):
@@ -153,7 +196,7 @@ def _make_row_macros(f: SimpleNamespace, tile: SimpleNamespace) -> SimpleNamespa
                             st.w[i] = st.rows[v * 4 + i]
                     store_words(4, ring[plainly + core(piece(v, tx)[0], piece(v, tx)[1])], st.w)
                 for i in each(4):
-                    if tile.k_bf16 != q_bf16 or k_static or tile.k_shift != (0, 0):
+                    if tile.layout.k.bf16 != q_bf16 or k_static or tile.k_shift != (0, 0):
                         for e in each(2):
                             st.f[e] = unpack(e, st.rows[v * 4 + i], bf16=q_bf16) * T.if_then_else(
                                 piece(v, tx)[1] % 2 == 0,
@@ -168,24 +211,22 @@ def _make_row_macros(f: SimpleNamespace, tile: SimpleNamespace) -> SimpleNamespa
                                     ),
                                     "float32",
                                 )  # fmt: skip
-                        st.w[i] = pack2(st.f[0], st.f[1], bf16=tile.k_bf16)
+                        st.w[i] = pack2(st.f[0], st.f[1], bf16=tile.layout.k.bf16)
                     else:
                         st.w[i] = st.rows[v * 4 + i]
                 store_words(4, ring[queries + core(piece(v, tx)[0], piece(v, tx)[1])], st.w)
         T.fence_proxy_async()
         T.sync_threads()
 
-    return SimpleNamespace(ends=ends, ask_rows=ask_rows, place_rows=place_rows)
+    return ends, ask_rows, place_rows
 
 
-def _make_spare_macros(f: SimpleNamespace, tile: SimpleNamespace, spare: SimpleNamespace, ends) -> SimpleNamespace:
+def _make_spare_macros(f: Places, tile: Warpgroup, spare: Warpgroup | None, ends: Macro) -> tuple[Macro, Macro]:
     """Macros `take_ring` and `take_residual`: the tokens that lie in f16."""
     import tilelang.language as T
 
-    plain, wgs, plainly, sink_tokens = f.plain, f.wgs, f.plainly, f.layout.sink_tokens
-    spare_tiles = (
-        f.residual // 16 + 1
-    )  # one more than a block: new tokens never overwrite those of a block to be packed
+    plain, wgs, plainly, sink_tokens = f.of.plain, f.wgs, f.plainly, f.of.sink_tokens
+    spare_tiles = f.of.residual // 16 + 1  # one more than a block: new tokens never overwrite those to be packed
 
     def spare_tile(RES, w):
         """Addresses of the tiles of residual ring w.source from number w.now on; -1: of the first tokens alone."""
@@ -199,7 +240,7 @@ def _make_spare_macros(f: SimpleNamespace, tile: SimpleNamespace, spare: SimpleN
         return lambda r: at_page(RES, w.source[0], w.h[0] * RES.shape[2] + number(r) * plain.tile_words)
 
     @T.macro
-    def take_ring(RES, SLOT, q, ring, x, st, w):
+    def take_ring(RES, SLOT, x, st, w):
         """The f16 tokens behind the packed ones, and those ahead of them."""
         spare.find_values(w)
         w.source[0] = peek(SLOT, w.b)
@@ -216,12 +257,12 @@ def _make_spare_macros(f: SimpleNamespace, tile: SimpleNamespace, spare: SimpleN
                         w.token[0] = 0
                         w.now[0] = -1
                         w.end[0] = sink_tokens
-                spare.step(spare_tile(RES, w), q, plainly // 4, ring, x, st, w.token[0], w.end[0], True, ends, w)
+                spare.step(spare_tile(RES, w), plainly // 4, x, st, w.token[0], w.end[0], True, ends, w)
         spare.flush(x, st, w)
         tile.adopt(st)
 
     @T.macro
-    def take_residual(RES, SLOT, q, ring, x, st, w):
+    def take_residual(RES, SLOT, x, st, w):
         """The f16 tokens of a channel group that is not full yet."""
         spare.find_values(w)
         w.source[0] = peek(SLOT, w.b)
@@ -230,21 +271,21 @@ def _make_spare_macros(f: SimpleNamespace, tile: SimpleNamespace, spare: SimpleN
             if less(w.packed[0] + j * TOKENS, w.length[0]):
                 w.now[0] = w.packed[0] // 16 + j * TILES
                 spare.step(
-                    spare_tile(RES, w), q, plainly // 4, ring, x, st, w.packed[0] + j * TOKENS, w.length[0], True, ends,
-                    w,
+                    spare_tile(RES, w), plainly // 4, x, st, w.packed[0] + j * TOKENS, w.length[0], True, ends, w,
                 )  # fmt: skip
         spare.flush(x, st, w)
         tile.adopt(st)
 
-    return SimpleNamespace(take_ring=take_ring, take_residual=take_residual)
+    return take_ring, take_residual
 
 
-def _make_sums_macro(f: SimpleNamespace, tile: SimpleNamespace, words: int):
-    """Macro `stage_sums`: what a warpgroup has summed up, to shared memory; words: of the sums of one."""
+def _make_sums_macro(f: Places, tile: Warpgroup) -> Macro:
+    """Macro `stage_sums`: what a warpgroup has summed up, to shared memory."""
     import tilelang.language as T
 
-    layout, D, nt, cols, wgs, warps = f.layout, f.layout.head_dim, f.nt, f.cols, f.wgs, f.warps
-    cluster, back, of_row, v_static = f.cluster, f.back, f.of_row, f.layout.v.scaling == "static"
+    p, layout, D, wgs, back, of_row = f.of, f.of.layout, f.of.head_dim, f.wgs, f.back, f.of.head_dim // 32
+    nt, cols, warps, cluster, words = p.row_tiles, p.cols, p.warps, p.cluster, words_of(p)
+    v_static, v_factor, v_token = layout.v.static, tile.of.v_factor, tile.of.layout.v.token_wise
 
     @T.macro
     def turn_back(ring, st, w, tx):
@@ -262,9 +303,10 @@ def _make_sums_macro(f: SimpleNamespace, tile: SimpleNamespace, words: int):
         T.sync_threads()
 
     @T.macro
-    def stage_sums(ring, SV, x, st, w, tx):
+    def stage_sums(SV, x, st, w, tx):
         """The warpgroup's sums to shared memory, true scale, rows [row][dim] | m | l."""
-        tile.totals(ring, x, st, w)
+        tile.totals(x, st, w)
+        ring = x.ring
         T.sync_threads()  # every warpgroup is done with its ring
         if cluster > 1:
             if less(tx, 32):
@@ -277,8 +319,8 @@ def _make_sums_macro(f: SimpleNamespace, tile: SimpleNamespace, words: int):
                 at = w.warp[0] * words + row * pitch_of(D) + w.lane[0] // 4 + w.atom[0] * 16
                 for a in each(D // 64):
                     for half in each(2):
-                        st.f[0] = st.o[(a * nt + t) * 4 + half * 2 + j] * T.float32(tile.v_factor[half])
-                        if tile.v_token:
+                        st.f[0] = st.o[(a * nt + t) * 4 + half * 2 + j] * T.float32(v_factor[half])
+                        if v_token:
                             st.f[0] = st.f[0] + st.z[t * 2 + j]
                         if layout.v.bias:
                             st.f[0] = st.f[0] + st.l[t * 2 + j] * T.float32(layout.v.bias)
@@ -302,12 +344,12 @@ def _make_sums_macro(f: SimpleNamespace, tile: SimpleNamespace, words: int):
     return stage_sums
 
 
-def _make_loop_macros(f: SimpleNamespace, tile: SimpleNamespace, copies: SimpleNamespace, ends) -> SimpleNamespace:
+def _make_loop_macros(f: Places, tile: Warpgroup, copies: Copies, ends: Macro) -> tuple[Macro, Macro]:
     """Macros `load` and `attend` of the main loop."""
     import tilelang.language as T
 
-    layout, stages, stage, sliding, sink_tokens = f.layout, f.stages, f.stage, f.sliding, f.layout.sink_tokens
-    queries, scaled, of_q, group = f.queries, f.scaled, f.of_q, f.layout.k.group
+    p, layout, queries, scaled, of_q, group = f.of, f.of.layout, f.queries, f.scaled, f.of_q, f.of.layout.k.group
+    stages, stage, sliding, sink_tokens = p.stages, p.stage, p.sliding, p.sink_tokens
 
     def packed_tile(ring, at):
         """Addresses of the tiles of a stage at word `at`."""
@@ -326,158 +368,108 @@ def _make_loop_macros(f: SimpleNamespace, tile: SimpleNamespace, copies: SimpleN
         copies.refill(KV, TABLE, ring, full, w, i)
 
     @T.macro
-    def attend(q, ring, x, st, w, i):
+    def attend(x, st, w, i):
         """Tiles of stage i: converted, multiplied with the rows, weighed; the values of the stage before summed up."""
         token = copies.token_of(w, i)
         at = (w.warp[0] * stages + w.read[0]) * stage
         if group:
-            if i % copies.per_chunk == 0:  # the scales of a channel group are the rows'
-                tile.scale_q(T.access_ptr(ring[at], "r", stage), q, queries, scaled + w.warp[0] * of_q, ring, st, w)
+            if i % copies.of.per_chunk == 0:  # the scales of a channel group are the rows'
+                tile.scale_q(T.access_ptr(x.ring[at], "r", stage), x.q, queries, scaled + w.warp[0] * of_q, x, st, w)
         begins = T.call_extern("int32", "tz_select", less(0, w.window), w.length[0] - w.window, sink_tokens)
         tile.step(
-            packed_tile(ring, at), q, (scaled + w.warp[0] * of_q) // 4 if group else queries // 4, ring, x, st,
+            packed_tile(x.ring, at), (scaled + w.warp[0] * of_q) // 4 if group else queries // 4, x, st,
             token, w.packed[0] if sliding else w.length[0],
             outside(w, token, begins), ends, w,
         )  # fmt: skip
 
-    return SimpleNamespace(load=load, attend=attend)
+    return load, attend
 
 
-def _state(tile: SimpleNamespace, f: SimpleNamespace, scale, cap, window) -> SimpleNamespace:
+def _state(tile: Warpgroup, f: Places, t: Tensors) -> Buffers:
     """Registers of a thread."""
-    import tilelang.language as T
-
-    st = tile.state(scale, cap, window)
-    st.rows = T.alloc_local((f.turns * 4,), "uint32")
-    if f.rotation is not None or f.back is not None:
-        st.turned = T.alloc_local((1,), "float32")
-    if f.rotation is not None:
-        st.rotated = T.alloc_local((8,), "float32")
-    if f.back is not None:
-        st.turns = T.alloc_local((f.of_row,), "float32")
+    st, more = tile.state(t.scale, t.cap, t.window), dict(rows=(f.turns * 4, "uint32"))
+    more |= dict(turned=(1, "float32")) if f.rotation is not None or f.back is not None else {}
+    more |= dict(rotated=(8, "float32")) if f.rotation is not None else {}
+    more |= dict(turns=(f.of.head_dim // 32, "float32")) if f.back is not None else {}
+    vars(st).update(vars(Buffers(**more)))
     return st
 
 
-def build(
-    target,
-    *,
-    k_format: str,
-    v_format: str,
-    head_dim: int,
-    dtype: str,
-    row_tiles: int,
-    warps: int,
-    stages: int,
-    min_blocks: int,
-    page: int,
-    residual: int,
-    softcap: bool,
-    sinks: bool,
-    ahead: int = 0,
-    parts: int = 1,
-    cluster: int = 1,
-    sink_tokens: int = 0,
-    ragged: bool = False,
-    output: str = "none",
-    smooth: bool = False,
-    column_scales: bool = False,
-):
-    """The prim_func `main` for up to 8 * row_tiles rows in a CTA; arguments and shapes as of decode_program.build.
-
-    Args:
-        row_tiles: groups of 8 rows, 2, 4, 6 or 8. warps: 4 for each warpgroup.
-    """
+def build(target, **params: str | int | bool) -> PrimFunc:
+    """The prim_func `main` for up to 8 * row_tiles rows in a CTA; arguments and shapes as of decode_program.build."""
     import tilelang.language as T
 
-    layout = CacheLayout(k_format, v_format, head_dim, sink_tokens)
-    _check(layout, target, row_tiles, warps, page, residual, parts, cluster)
-    f = _facts_of(
-        layout, row_tiles=row_tiles, warps=warps, stages=stages, cluster=cluster, residual=residual, dtype=dtype
+    of = Decode(**params)
+    _check(of, target)
+    f, layout, nt, stages = places_of(of), of.layout, of.row_tiles, of.stages
+    wgs, sliding, residual, cluster = f.wgs, of.sliding, of.residual, of.cluster
+    source = prelude(
+        of, "cp_async", "lds", "place", "pack", "bulk", "semaphore", "warpgroup", "prefetch", "stmatrix_trans"
     )
-    nt, wgs, threads, sliding = row_tiles, f.wgs, f.threads, f.sliding
-    found = [layout.k.converter, layout.v.converter, *([get_converter("f16_f16")] if residual else [])]
-    names, more = code_sources(output)
-    source = attention_prelude(
-        "cp_async", "lds", "place", "pack", "bulk", "semaphore", "warpgroup", "prefetch", "stmatrix_trans", *names,
-        extra=(*dict.fromkeys(c.device_source for c in sorted(found, key=lambda c: c.name)), *more),
-    )  # fmt: skip
-    tile = make_warpgroup_macros(layout, nt, softcap, warps <= 8 and nt <= 6, sliding)
-    spare = make_warpgroup_macros(f.plain, nt, softcap, inner=sliding) if residual else None
-    copies = make_copy_macros(
-        layout, tiles=TILES, stages=stages, warps=wgs, parts=parts, page=page, residual=residual, bulk=True,
-        ahead=ahead,
-    )  # fmt: skip
-    rows = _make_row_macros(f, tile)
-    unpacked = _make_spare_macros(f, tile, spare, rows.ends)
-    loop = _make_loop_macros(f, tile, copies, rows.ends)
-    coding = output != "none"
-    args = arguments(head_dim, dtype, cols=f.cols, cluster=cluster, ragged=ragged, coded=coding)
-    codes = make_code_macros(
-        target, args.sizes, head_dim=head_dim, dtype=dtype, output=output, smooth=smooth, column_scales=column_scales,
-        cols=f.cols, cluster=cluster, threads=threads,
-    ) if coding else None  # fmt: skip
-    merge = make_merge_macros(
-        layout, tile, row_tiles=nt, warps=wgs, threads=threads, cluster=cluster, dtype=dtype, sinks=sinks, codes=codes
-    )
-    stage_sums = _make_sums_macro(f, tile, merge.words)
+    tile = make_warpgroup_macros(Arithmetic(layout, nt, 1, of.softcap, inner=sliding), of.warps <= 8 and nt <= 6)
+    spare = make_warpgroup_macros(Arithmetic(of.plain, nt, 1, of.softcap, inner=sliding)) if residual else None
+    copies = make_copy_macros(Stages(layout, TILES, stages, wgs, of.parts, of.page, residual, True, of.ahead))
+    ends, ask_rows, place_rows = _make_row_macros(f, tile.of)
+    take_ring, take_residual = _make_spare_macros(f, tile, spare, ends)
+    load, attend = _make_loop_macros(f, tile, copies, ends)
+    types, sizes = arguments(of)
+    codes = make_code_macro(target, sizes, of) if of.coded else None
+    (_, merge), stage_sums = make_merge_macros(of, tile.of, wgs, codes), _make_sums_macro(f, tile)
     cluster_dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
-    cta_rows = make_rows_macros(args.sizes, f.cols, ragged)
+    find_rows, find_own = make_rows_macros(of, sizes)
 
     @T.macro
-    def body(Q, KV, TABLE, LEN, RES, SLOT, SK, SV, SINK, OP, LP, SEM, O, LSE, CU, most_new, made, scale, cap, window):
-        with T.Kernel(*args.grid, threads=threads, prelude=source, **cluster_dims) as (split, hy, b):
+    def body(t):
+        with T.Kernel(*grid_of(of, sizes), threads=of.threads, prelude=source, **cluster_dims) as (split, hy, b):
             ring = T.alloc_shared((f.total,), "int32")
             full = T.alloc_barrier([1] * (wgs * stages))
             sent = T.alloc_barrier([1]) if cluster > 1 else None
-            T.annotate_min_blocks_per_sm(min_blocks)
+            T.annotate_min_blocks_per_sm(of.min_blocks)
             tx = T.get_thread_binding()
-            st = _state(tile, f, scale, cap, window)
+            st = _state(tile, f, t)
             c = merge_state()
-            coded = codes.state() if codes is not None else None
+            coded = code_state() if of.coded else None
             q, p = T.alloc_wgmma_desc(), T.alloc_wgmma_desc()
             w = work_of(
-                args.sizes, (*OWN_INTEGERS, *(("steps", "token", "end") if sliding else ())), most_new,
-                b=b, hy=hy, split=split, splits=args.splits, partials=args.sizes.p, part_row=b, part_base=0,
-                window=window, sent=sent, quarter=tx // 32 % 4,
+                sizes, (*OWN_INTEGERS, *(("steps", "token", "end") if sliding else ())), t,
+                b=b, hy=hy, split=split, splits=sizes.p * cluster, partials=sizes.p, part_row=b, part_base=0, sent=sent,
+                quarter=tx // 32 % 4,
             )  # fmt: skip
             T.pdl_trigger()
             w.lane[0] = tx % 32
             w.member[0] = tx % 128  # the warpgroup's first warp fetches its stages
             w.warp[0] = tx // 128
-            cta_rows.find_rows(w)
+            find_rows(w)
             w.bars[0] = T.cast(place(full[w.warp[0] * stages], "rw"), "int32")
-            x = SimpleNamespace(p=p, at=f.exchanges + w.warp[0] * exchange_words(nt))
+            x = Exchange(ring, q, p, f.exchanges + w.warp[0] * exchange_words(nt))
             T.initialize_wgmma_descriptor(q, T.access_ptr(ring[0], "r"), 0, nt * 8, 8)
             T.initialize_wgmma_descriptor(p, T.access_ptr(ring[x.at], "r"), 0, nt * 8, 8)
-            if ahead:
-                copies.prefetch(KV, TABLE, LEN, w)
+            if of.ahead:
+                copies.prefetch(t.KV, t.TABLE, t.LEN, w)
             T.pdl_sync()
-            if ragged:
-                cta_rows.find_own(CU, w)
-            rows.ask_rows(Q, st, w, tx)
-            copies.start(KV, TABLE, LEN, ring, full, w)
-            copies.confirm(KV, TABLE, ring, full, w)
-            tile.clear(ring, x, st, w)
-            rows.place_rows(ring, SK, st, w, tx)
-            w.least[0] = w.length[0] + 1 - w.q_len + T.truncdiv(w.y[0] * f.cols, w.group[0])
+            if of.ragged:
+                find_own(t.CU, w)
+            ask_rows(t.Q, st, w, tx)
+            copies.start(t.KV, t.TABLE, t.LEN, ring, full, w)
+            copies.confirm(t.KV, t.TABLE, ring, full, w)
+            tile.clear(x, st, w)
+            place_rows(ring, t.SK, st, w, tx)
+            w.least[0] = w.length[0] + 1 - w.q_len + T.truncdiv(w.y[0] * of.cols, w.group[0])
             tile.place_values(w)
             if residual:
-                if less(0 if sink_tokens else w.packed[0], w.length[0]):
+                if less(0 if of.sink_tokens else w.packed[0], w.length[0]):
                     if sliding:
-                        unpacked.take_ring(RES, SLOT, q, ring, x, st, w)
+                        take_ring(t.RES, t.SLOT, x, st, w)
                     else:
-                        unpacked.take_residual(RES, SLOT, q, ring, x, st, w)
+                        take_residual(t.RES, t.SLOT, x, st, w)
             tile.find_values(w)
             tile.sum_q(q, f.queries // 4, st)
             for i in T.serial(w.count[0]):
-                loop.load(KV, TABLE, ring, full, w, i)
-                loop.attend(q, ring, x, st, w, i)
+                load(t.KV, t.TABLE, ring, full, w, i)
+                attend(x, st, w, i)
                 copies.release(w)
             tile.flush(x, st, w)
-            stage_sums(ring, SV, x, st, w, tx)
-            if codes is None:
-                merge.merge(ring, OP, LP, SEM, O, LSE, SINK, c, w, tx)
-            else:
-                merge.merge(ring, OP, LP, SEM, O, LSE, SINK, made, c, coded, w, tx)
+            stage_sums(t.SV, x, st, w, tx)
+            merge(t, ring, c, coded, w, tx)
 
-    return program(body, args, ragged, codes is not None)
+    return program(body, types, of)

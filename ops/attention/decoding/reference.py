@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from terrazzo.ops.attention.cache.launch import LOG2E
 from terrazzo.ops.attention.cache.quantizer import rotated_exactly
+from terrazzo.ops.attention.checks import Options
 
 if TYPE_CHECKING:
     import torch
     from terrazzo.ops.attention.cache.cache import PackedCache
 
 UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
-LOG2E = math.log2(math.e)
-
-
-@dataclass(frozen=True)
-class Options:
-    """How logits are made: scale * q.k, then the soft cap, then window and causal masks; sinks join the softmax.
-
-    Args:
-        scale: softmax scale; None is 1 / sqrt(head_dim).
-        softcap: logits become softcap * tanh(logits / softcap); 0 for none.
-        window: tokens that a row sees, the newest ones, itself included; 0 for all.
-        sinks: [Hq] logits without a value, or None.
-    """
-
-    scale: float | None = None
-    softcap: float = 0.0
-    window: int = 0
-    sinks: torch.Tensor | None = None
 
 
 def logits(q: torch.Tensor, k: torch.Tensor, options: Options) -> torch.Tensor:
@@ -102,14 +85,9 @@ def decode(q: torch.Tensor, cache: PackedCache, options: Options | None = None, 
 
 
 def forward_error_bound(
-    q: torch.Tensor,
-    cache: PackedCache,
-    sequence: int,
-    head: int,
-    out: torch.Tensor,
-    weights: torch.Tensor,
+    q: torch.Tensor, cache: PackedCache, sequence: int, head: int, out: torch.Tensor, weights: torch.Tensor,
     options: Options,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Bound of |kernel - out| [q_len, G, D] for one head.
 
     A kernel rounds: Q times channel or static scales to f16, once for each product (u of it in the logit); sums of
@@ -204,7 +182,7 @@ def _magnitudes(cache: PackedCache, sequence: int, head: int, role: int):
         codes = block.codes[:packed]
         if fmt.scaling in ("none",) or fmt.storage == "e4m3":
             steps, zeros = x[:packed], torch.zeros_like(x[:packed])
-        elif fmt.scaling == "static":
+        elif fmt.static:
             scale = (cache.k_static, cache.v_static)[role][head].double()
             steps, zeros = codes.double() * scale, (abs(fmt.bias) * scale).expand(packed, -1)
         else:

@@ -10,42 +10,102 @@ Page numbers are read 32 at a time, one by each lane, a whole round before the f
 saturated a trip to L2 takes longer than the work on a stage (one number at a time, a stage ahead, cost 17 % of int4).
 """
 
-from types import SimpleNamespace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from terrazzo.ops.attention.cache.layout import CacheLayout
 from terrazzo.ops.attention.device.tile_macros import each, larger, less, smaller
+from terrazzo.ops.tiles.types import Buffer, Call, Expr, Macro
 
 
-def peek(buffer, *at):
+def peek(buffer: Buffer, *at: Expr) -> Expr:
     """An int32 of global memory as it is now (device.py)."""
     import tilelang.language as T
 
     return T.call_extern("int32", "tz_peek", T.access_ptr(buffer[at], "r", 1))
 
 
-def differ(a, b):
+def differ(a: Expr, b: Expr) -> Expr:
     """a != b as a condition that TileLang does not try to prove."""
     import tilelang.language as T
 
     return T.call_extern("bool", "tz_differ", a, b)
 
 
-def _facts_of(
-    layout: CacheLayout, *, tiles: int, stages: int, warps: int, parts: int, page: int, residual: int, ahead: int
-) -> SimpleNamespace:
-    """Sizes of a warp's stages."""
-    group, mini, head_words = layout.k.group, 16 * tiles, layout.channel_words
-    per_chunk = max(group // parts // mini, 1)  # stages that a warp takes from one group
-    return SimpleNamespace(
-        layout=layout, tiles=tiles, stages=stages, warps=warps, parts=parts, page=page, residual=residual, ahead=ahead,
-        group=group, mini=mini, per_chunk=per_chunk, chunk=per_chunk * mini,
-        stage=head_words + tiles * layout.tile_words,
-        first_copies=stages - 1,  # of the ring, before anything is worked on
-    )  # fmt: skip
+@dataclass(frozen=True)
+class Stages:
+    """Sizes of a warp's stages.
+
+    Attributes:
+        tiles, stages, warps, parts, page, residual: as of decode_arguments.Decode; warps: that have a ring each.
+        bulk: copies are bulk copies and arrive on barriers, else cp.async groups. ahead: stages of a warp that
+            `prefetch` fetches, at most 32. known: the caller reads the length, to w.length before `prefetch` and, where
+            that is not `ahead`, before `start`; to w.now in between.
+    """
+
+    layout: CacheLayout
+    tiles: int
+    stages: int
+    warps: int
+    parts: int
+    page: int
+    residual: int
+    bulk: bool
+    ahead: int
+    known: bool = False
+
+    @property
+    def group(self) -> int:
+        return self.layout.k.group
+
+    @property
+    def mini(self) -> int:
+        """Tokens of a stage."""
+        return 16 * self.tiles
+
+    @property
+    def per_chunk(self) -> int:
+        """Stages that a warp takes from one group."""
+        return max(self.group // self.parts // self.mini, 1)
+
+    @property
+    def chunk(self) -> int:
+        return self.per_chunk * self.mini
+
+    @property
+    def stage(self) -> int:
+        """Words of a stage."""
+        return self.layout.channel_words + self.tiles * self.layout.tile_words
+
+    @property
+    def least(self) -> int:
+        """Tokens that are worth a split of their own."""
+        return self.warps * max(self.chunk, 64)
 
 
-def _make_plan_macros(f: SimpleNamespace) -> SimpleNamespace:
-    """Macros `plan`, `find_page` and `find_later`: a warp's stages, and the pages that they lie in."""
+class Copies(NamedTuple):
+    """Macros prefetch, start, confirm, fetch, refill and release; again, if nothing was copied; token_of, the first
+    token of a stage.
+
+    `w` holds the sizes b, split, splits, most_new, window, kv_heads, pages, page_words, most (pages of a table's
+    row), and one-element local buffers: length; h, lane, warp, whose ring it is, member, the number of a thread
+    among those of a ring, of which the first 32 fetch; packed, start, r0, r1, first, count; page and later, the
+    pages of stages `lane` and 32 + `lane` of the round of 32 that is being copied; source, a stage's page.
+    """
+
+    of: Stages
+    prefetch: Macro
+    again: Macro
+    start: Macro
+    confirm: Macro
+    fetch: Macro
+    refill: Macro
+    release: Macro
+    token_of: Call
+
+
+def _make_plan_macros(f: Stages) -> tuple[Call, Call, Macro, Macro, Macro]:
+    """`token_of`, `room`, and macros `plan`, `find_page` and `find_later`: a warp's stages, and their pages."""
     import tilelang.language as T
 
     layout, group, mini, chunk, per_chunk = f.layout, f.group, f.mini, f.chunk, f.per_chunk
@@ -99,17 +159,16 @@ def _make_plan_macros(f: SimpleNamespace) -> SimpleNamespace:
             if less(i, w.count[0]):
                 find_page(TABLE, w.later, w, i + w.lane[0])
 
-    return SimpleNamespace(token_of=token_of, room=room, plan=plan, find_page=find_page, find_later=find_later)
+    return token_of, room, plan, find_page, find_later
 
 
-def _make_stage_macros(f: SimpleNamespace, plans: SimpleNamespace, bulk: bool) -> SimpleNamespace:
-    """Macros `fetch` and `copy` of a stage, and where it lies in the cache and how many words it has."""
+def _make_stage_macros(f: Stages, token_of: Call, find_later: Macro) -> tuple[Macro, Macro, Call, Call, Call]:
+    """Macros `copy` and `fetch` of a stage, and where it lies in the cache and how many words it has."""
     import tilelang.language as T
 
     layout, group, tiles, parts, page = f.layout, f.group, f.tiles, f.parts, f.page
-    stages, stage, per_chunk = f.stages, f.stage, f.per_chunk
+    stages, stage, per_chunk, bulk = f.stages, f.stage, f.per_chunk, f.bulk
     head_words, tile_words = layout.channel_words, layout.tile_words
-    token_of, find_later = plans.token_of, plans.find_later
 
     def inside(w, i):
         """Token of stage i in its page."""
@@ -183,48 +242,18 @@ def _make_stage_macros(f: SimpleNamespace, plans: SimpleNamespace, bulk: bool) -
                 w.page[0] = w.later[0]
                 find_later(TABLE, w, i + 33)
 
-    return SimpleNamespace(copy=copy, fetch=fetch, source=source, skipped=skipped, words_of=words_of)
+    return copy, fetch, source, skipped, words_of
 
 
-def make_copy_macros(
-    layout: CacheLayout,
-    *,
-    tiles: int,
-    stages: int,
-    warps: int,
-    parts: int,
-    page: int,
-    residual: int,
-    bulk: bool,
-    ahead: int,
-    known: bool = False,
-) -> SimpleNamespace:
-    """Macros prefetch, start, confirm, fetch, refill and release; again, if nothing was copied; token_of, and sizes:
-    `least` tokens are worth a split of their own.
-
-    Args:
-        tiles, stages, warps, parts, page, residual: as of decode_program. bulk: copies are bulk copies and arrive on
-            barriers, else cp.async groups. ahead: stages of a warp that `prefetch` fetches, at most 32. known: the
-            caller reads the length, to w.length before `prefetch` and, where that is not `ahead`, before `start`; to
-            w.now in between.
-
-    `w` holds the sizes b, split, splits, most_new, window, kv_heads, pages, page_words, most (pages of a table's
-    row), and one-element local buffers: length; h, lane, warp, whose ring it is, member, the number of a thread
-    among those of a ring, of which the first 32 fetch; packed, start, r0, r1, first, count; page and later, the
-    pages of stages `lane` and 32 + `lane` of the round of 32 that is being copied; source, a stage's page.
-    """
+def make_copy_macros(f: Stages) -> Copies:
+    """Those of a warp's ring."""
     import tilelang.language as T
 
-    f = _facts_of(
-        layout, tiles=tiles, stages=stages, warps=warps, parts=parts, page=page, residual=residual, ahead=ahead
-    )
-    plans = _make_plan_macros(f)
-    token_of, room, plan = plans.token_of, plans.room, plans.plan
-    find_page, find_later = plans.find_page, plans.find_later
-    of_stage = _make_stage_macros(f, plans, bulk)
-    copy, fetch, source = of_stage.copy, of_stage.fetch, of_stage.source
-    skipped, words_of = of_stage.skipped, of_stage.words_of
-    stage, first_copies, head_words = f.stage, f.first_copies, layout.channel_words
+    token_of, room, plan, find_page, find_later = _make_plan_macros(f)
+    copy, fetch, source, skipped, words_of = _make_stage_macros(f, token_of, find_later)
+    stages, stage, parts, page, residual, known = f.stages, f.stage, f.parts, f.page, f.residual, f.known
+    bulk, ahead, head_words = f.bulk, f.ahead, f.layout.channel_words
+    first_copies = stages - 1  # of the ring, before anything is worked on
 
     @T.macro
     def start_lanes(KV, ring, full, w):
@@ -321,7 +350,4 @@ def make_copy_macros(
             w.read[0] = 0
             w.parity[0] = w.parity[0] ^ 1
 
-    return SimpleNamespace(
-        prefetch=prefetch, again=again, start=start, confirm=confirm, fetch=fetch, refill=refill, release=release,
-        token_of=token_of, per_chunk=f.per_chunk, least=warps * max(f.chunk, 64),
-    )  # fmt: skip
+    return Copies(f, prefetch, again, start, confirm, fetch, refill, release, token_of)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from terrazzo.ops.formats.kv import CLIP_STEPS, CLIPS
+from terrazzo.ops.products.kv import CLIP_STEPS, CLIPS
 from terrazzo.ops.tiles.primitives import Primitive, prelude
 
 _ALL = (

@@ -7,13 +7,14 @@ in the lane; where it is one of the lane's number, it exchanges with the lane wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable
+from typing import NamedTuple
 
 from terrazzo.ops.attention.device.calls import clamp2, fma, xor_shuffle
 from terrazzo.ops.attention.device.tile_macros import each
-from terrazzo.ops.formats.kv import hadamard_scale
+from terrazzo.ops.products.kv import hadamard_scale
 from terrazzo.ops.tiles.calls import pack2, unpack
+from terrazzo.ops.tiles.types import Macro
 
 Stages = tuple[tuple[str, int], ...]
 """A stage for each bit of the head dimension: ("register", distance of the two numbers) or ("lane", mask)."""
@@ -43,18 +44,22 @@ def row_stages(head_dim: int, values: int = 8) -> Stages:
     return (*(("register", 1 << i) for i in range(own)), *(("lane", 1 << i) for i in range(lanes)))
 
 
-def make_rotation(head_dim: int, count: int, stages: Sequence[tuple[str, int]]) -> SimpleNamespace:
-    """Macros over `count` f32 registers of every lane: `turn` (the stages), `from_words` and `to_words` (16-bit pairs
-    before and after them), `scaled` (floats times 1 / sqrt(D)); `state`, one more register.
+class Rotation(NamedTuple):
+    """Macros over some f32 registers of every lane: `turn` (the stages), `from_words` and `to_words` (16-bit pairs
+    before and after them), `scaled` (floats times 1 / sqrt(D)). All lanes of the warp take part; st.turned is one more
+    register."""
 
-    All lanes of the warp take part.
-    """
+    turn: Macro
+    from_words: Macro
+    to_words: Macro
+    scaled: Macro
+
+
+def make_rotation(head_dim: int, count: int, stages: Stages) -> Rotation:
+    """Those over `count` registers."""
     import tilelang.language as T
 
     scale = hadamard_scale(head_dim)
-
-    def state() -> dict:
-        return {"turned": T.alloc_local((1,), "float32")}
 
     @T.macro
     def stage(st, f, kind, distance, lane):
@@ -95,4 +100,4 @@ def make_rotation(head_dim: int, count: int, stages: Sequence[tuple[str, int]]) 
         for i in T.unroll(count):
             f[i] = f[i] * T.float32(scale)
 
-    return SimpleNamespace(state=state, turn=turn, from_words=from_words, to_words=to_words, scaled=scaled)
+    return Rotation(turn, from_words, to_words, scaled)

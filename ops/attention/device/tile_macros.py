@@ -4,9 +4,11 @@ Accumulator registers of a tile (lane = 4 g + t): value e belongs to token (or d
 2 t + e % 2 of its group of eight rows.
 """
 
-from types import SimpleNamespace
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
-from terrazzo.ops.attention.cache.layout import CacheLayout, exponents
+from terrazzo.ops.attention.cache.layout import CacheLayout, Exponents, exponents
 from terrazzo.ops.attention.device.calls import (
     among,
     any_lane,
@@ -22,6 +24,7 @@ from terrazzo.ops.attention.device.calls import (
     xor_shuffle,
 )
 from terrazzo.ops.tiles.calls import mma, mma_kind, pack2, unpack
+from terrazzo.ops.tiles.types import Buffers, Call, Expr, Macro
 
 LOWEST = -1e30
 """Running maximum before any token."""
@@ -31,60 +34,122 @@ P_EXPONENT = 4
 """P * scale is lifted by 2^4 on its way to f16, away from subnormals; p <= 2^THRESHOLD leaves room for scales < 256."""
 
 
+class Sizes:
+    """Sizes of tensors that launches name."""
+
+    def __init__(self, *names: str) -> None:
+        import tilelang.language as T
+
+        for name in names:
+            setattr(self, name, T.dynamic(name))
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Expr: ...
+
+
 def each(*bounds: int) -> tuple[int, ...]:
     """Range of a loop that is expanded while the program is built: its variable is a Python int, not a TIR one."""
     return tuple(range(*bounds))
 
 
-def less(a, b):
+def less(a: Expr, b: Expr) -> Expr:
     """a < b as a condition that TileLang does not try to prove (device.py says why)."""
     import tilelang.language as T
 
     return T.call_extern("bool", "tz_less", a, b)
 
 
-def smaller(a, b):
+def smaller(a: Expr, b: Expr) -> Expr:
     """min(a, b), likewise."""
     import tilelang.language as T
 
     return T.call_extern("int32", "tz_min", a, b)
 
 
-def larger(a, b):
+def larger(a: Expr, b: Expr) -> Expr:
     """max(a, b), likewise."""
     import tilelang.language as T
 
     return T.call_extern("int32", "tz_max", a, b)
 
 
-def facts_of(
-    layout: CacheLayout, nt: int, tiles: int, softcap: bool, rows_shared: bool = False, inner: bool = False
-) -> SimpleNamespace:
-    """What the formats say of a warp's arithmetic: the powers of two that operands and sums carry in their halves, what
-    a load has, and the arguments of `make_tile_macros`."""
-    k, v = layout.k, layout.v
-    ke, ve = exponents(k, layout.k_layout), exponents(v, layout.v_layout)
-    k_mid, v_mid = max(ke.k) // 2, max(ve.k) // 2
-    k_token, v_token = k.scaling == "token", v.scaling == "token"
-    lift = P_EXPONENT if v_token else 0
-    k_bf16, v_bf16 = (f.operand == "bfloat16" for f in (k, v))
-    biased = k.bias != 0
-    return SimpleNamespace(
-        layout=layout, nt=nt, tiles=tiles, softcap=softcap, rows_shared=rows_shared, inner=inner,
-        k_token=k_token, v_token=v_token, k_bf16=k_bf16, v_bf16=v_bf16, biased=biased,
-        k_shift=(k_mid - ke.k[0], k_mid - ke.k[1]),
-        k_factor=tuple(2.0 ** -(row + k_mid) for row in ke.row),
-        p_factor=tuple(2.0 ** (lift + v_mid - half) for half in ve.k),
-        v_factor=tuple(2.0 ** -(row + lift + v_mid) for row in ve.row),
-        atoms={True: layout.k_layout.block_k // 16, False: layout.v_layout.block_rows // 16},  # of one load
-        words={True: layout.k_layout.load_words, False: layout.v_layout.load_words},
-        one=0x3F803F80 if k_bf16 else 0x3C003C00,
-        q_weight=k.bias if biased else 1,  # of the sum of Q in a score
-        clean=v.scaling == "none",  # f16 values of tokens past the end may be anything, and 0 * NaN is NaN
-    )  # fmt: skip
+@dataclass(frozen=True)
+class Arithmetic:
+    """A warp's arithmetic over `tiles` tiles and 8 * nt rows, and what formats say of it: the powers of two that
+    operands and sums carry in their halves, and what a load has.
+
+    Attributes:
+        rows_shared: `q` of a step is the address of the rows' B fragments in shared memory, int32
+            [slices / 2, nt, 32, 4], and not registers [slices, nt, 2]; and what is true of each row, its last token and
+            sum of Q, at st.row_facts.
+        inner: other tokens than those from the layout's sink_tokens on, up to the length that a step is given, are
+            hidden from all rows, as they are read elsewhere.
+    """
+
+    layout: CacheLayout
+    nt: int
+    tiles: int
+    softcap: bool
+    rows_shared: bool = False
+    inner: bool = False
+
+    @property
+    def slices(self) -> int:
+        return self.layout.head_dim // 16
+
+    @cached_property
+    def _k(self) -> tuple[Exponents, int]:
+        made = exponents(self.layout.k, self.layout.k_layout)
+        return made, max(made.k) // 2
+
+    @cached_property
+    def _v(self) -> tuple[Exponents, int, int]:
+        made = exponents(self.layout.v, self.layout.v_layout)
+        return made, max(made.k) // 2, P_EXPONENT if self.layout.v.token_wise else 0
+
+    @property
+    def k_shift(self) -> tuple[int, int]:
+        """Power of two that Q carries in each k half."""
+        e, mid = self._k
+        return mid - e.k[0], mid - e.k[1]
+
+    @property
+    def k_factor(self) -> tuple[float, ...]:
+        e, mid = self._k
+        return tuple(2.0 ** -(row + mid) for row in e.row)
+
+    @property
+    def p_factor(self) -> tuple[float, ...]:
+        e, mid, lift = self._v
+        return tuple(2.0 ** (lift + mid - half) for half in e.k)
+
+    @property
+    def v_factor(self) -> tuple[float, ...]:
+        """Factor of O^T in each row half."""
+        e, mid, lift = self._v
+        return tuple(2.0 ** -(row + lift + mid) for row in e.row)
+
+    @property
+    def atoms(self) -> dict[bool, int]:
+        """Of one load, of keys (True) or values."""
+        return {True: self.layout.k_layout.block_k // 16, False: self.layout.v_layout.block_rows // 16}
+
+    @property
+    def words(self) -> dict[bool, int]:
+        return {True: self.layout.k_layout.load_words, False: self.layout.v_layout.load_words}
+
+    @property
+    def q_weight(self) -> int:
+        """Of the sum of Q in a score; 0: it is not in any."""
+        return self.layout.k.bias or int(self.layout.k.token_wise)
+
+    def unshifted(self, half: int) -> int:
+        """The 16-bit pair of 2^-k_shift."""
+        return (0x3F803F80 if self.layout.k.bf16 else 0x3C003C00) - self.k_shift[half] * 0x04000400
 
 
-def _make_operand_macro(f: SimpleNamespace):
+def _make_operand_macro(f: Arithmetic) -> Macro:
     """Macro `operand`: one load of a lane, of keys or of values, converted."""
     import tilelang.language as T
 
@@ -107,21 +172,17 @@ def _make_operand_macro(f: SimpleNamespace):
     return operand
 
 
-def _make_query_macros(f: SimpleNamespace) -> SimpleNamespace:
+def _make_query_macros(f: Arithmetic) -> tuple[Macro, Macro]:
     """Macros `sum_q` and `scale_q`: the rows' sums of Q that zeros multiply, and Q times a channel group's scales."""
     import tilelang.language as T
 
     nt, D, slices, k_kind = f.nt, f.layout.head_dim, f.layout.head_dim // 16, mma_kind(f.layout.k.operand)
-    q_weight = f.q_weight
-
-    def unshifted(half):
-        """The 16-bit pair of 2^-k_shift."""
-        return f.one - f.k_shift[half] * 0x04000400
+    q_weight, unshifted = f.q_weight, f.unshifted
 
     @T.macro
     def sum_q(st):
         """qs = scale * (sum of each row of Q, times the format's bias), by a product with ones."""
-        if f.k_token or f.biased:
+        if q_weight:
             for i in each(nt * 8):
                 st.acc[i] = 0.0
             for i in each(4):
@@ -166,10 +227,10 @@ def _make_query_macros(f: SimpleNamespace) -> SimpleNamespace:
             for j in each(2):
                 st.qs[t * 2 + j] = st.acc[t * 4 + j] * st.scale
 
-    return SimpleNamespace(sum_q=sum_q, scale_q=scale_q, unshifted=unshifted)
+    return sum_q, scale_q
 
 
-def _make_key_macros(f: SimpleNamespace, operand) -> SimpleNamespace:
+def _make_key_macros(f: Arithmetic, operand: Macro) -> tuple[Macro, Macro]:
     """Macros `products` (of keys and Q) and `finish` (which makes scores of them)."""
     import tilelang.language as T
 
@@ -236,11 +297,11 @@ def _make_key_macros(f: SimpleNamespace, operand) -> SimpleNamespace:
         """The softmax's argument, in units of log2, of the products of tile r at address `base`."""
         if params:
             load_words(2 * params, st.par[r * 4], at32(base, layout.param_offset + lane // 4 * (2 * params)))
-        if rows_shared and (f.k_token or f.biased):
+        if rows_shared and f.q_weight:
             for t in each(nt):
                 load_words(2, st.qs[t * 2], at32(st.row_facts, (nt + t) * 8 + lane % 4 * 2))
         for e in each(2):
-            if f.k_token:
+            if k.token_wise:
                 st.f[e] = unpack(0, st.par[r * 4 + e], bf16=False) * (st.scale * T.float32(f.k_factor[e]))
                 st.f[2 + e] = unpack(1, st.par[r * 4 + e], bf16=False)
             else:
@@ -250,24 +311,24 @@ def _make_key_macros(f: SimpleNamespace, operand) -> SimpleNamespace:
                 at = (r * nt + t) * 4 + e
                 if nt * tiles == 1:
                     st.s[at] = st.s[at] + st.acc[e]
-                if f.k_token:
+                if k.token_wise:
                     st.s[at] = fma(st.s[at], st.f[e // 2], st.f[2 + e // 2] * st.qs[t * 2 + e % 2])
-                elif group or f.biased:
+                elif group or k.bias:
                     st.s[at] = fma(st.s[at], st.f[e // 2], st.qs[t * 2 + e % 2])
                 else:
                     st.s[at] = st.s[at] * st.f[e // 2]
                 if f.softcap:
                     st.s[at] = st.cap * tanh(st.s[at] / st.cap)
 
-    return SimpleNamespace(products=products, finish=finish)
+    return products, finish
 
 
-def _make_softmax_macros(f: SimpleNamespace) -> SimpleNamespace:
+def _make_softmax_macros(f: Arithmetic) -> tuple[Macro, Macro]:
     """Macros `mask` (of the scores of tokens that a row does not see) and `rescale` (to larger running maxima)."""
     import tilelang.language as T
 
     layout, nt, tiles, slices = f.layout, f.nt, f.tiles, f.layout.head_dim // 16
-    params, v_token = layout.token_params, f.v_token
+    params, v_token = layout.token_params, f.layout.v.token_wise
 
     @T.macro
     def mask(st, r, token, length, lane):
@@ -292,7 +353,7 @@ def _make_softmax_macros(f: SimpleNamespace) -> SimpleNamespace:
                 st.par[r * 4 + 2 * (params - 1) + e] = st.par[r * 4 + 2 * (params - 1) + e] & less_mask(
                     token + lane // 4 + e * 8, length
                 )
-        if f.clean:
+        if f.layout.v.plain:
             for e in each(2):
                 first = token + lane % 4 * 2 + e * 8
                 st.keep[r * 2 + e] = (less_mask(first, length) & T.uint32(0xFFFF)) | (
@@ -326,15 +387,15 @@ def _make_softmax_macros(f: SimpleNamespace) -> SimpleNamespace:
                         at = (a * nt + i // 2) * 4 + half * 2 + i % 2
                         st.o[at] = st.o[at] * st.f[0]
 
-    return SimpleNamespace(mask=mask, rescale=rescale)
+    return mask, rescale
 
 
-def _make_values_macro(f: SimpleNamespace, operand):
+def _make_values_macro(f: Arithmetic, operand: Macro) -> Macro:
     """Macro `values`: O^T += V^T P^T of a tile, whose scores become weights."""
     import tilelang.language as T
 
     layout, nt, slices, params = f.layout, f.nt, f.layout.head_dim // 16, f.layout.token_params
-    v_kind, v_token, atoms, words = mma_kind(layout.v.operand), f.v_token, f.atoms, f.words
+    v_kind, v_token, atoms, words = mma_kind(layout.v.operand), f.layout.v.token_wise, f.atoms, f.words
 
     @T.macro
     def values(base, st, r, lane):
@@ -356,11 +417,11 @@ def _make_values_macro(f: SimpleNamespace, operand):
                 elif f.p_factor[e // 2] != 1:
                     st.p[e] = st.p[e] * T.float32(f.p_factor[e // 2])
             for e in each(2):
-                st.b[t * 2 + e] = transpose(pack2(st.p[2 * e], st.p[2 * e + 1], bf16=f.v_bf16))
+                st.b[t * 2 + e] = transpose(pack2(st.p[2 * e], st.p[2 * e + 1], bf16=layout.v.bf16))
         for j in each(slices // atoms[False]):
             operand(st, base, layout.k_words + j * 32 * words[False], False, lane)
             for i in each(atoms[False]):
-                if f.clean:
+                if f.layout.v.plain:
                     for e in each(4):
                         st.a[i * 4 + e] = st.a[i * 4 + e] & st.keep[r * 2 + e // 2]
                 for t in each(nt):
@@ -369,39 +430,38 @@ def _make_values_macro(f: SimpleNamespace, operand):
     return values
 
 
-def make_tile_macros(
-    layout: CacheLayout, nt: int, tiles: int, softcap: bool, rows_shared: bool = False, inner: bool = False
-) -> SimpleNamespace:
-    """Macros over `tiles` tiles and 8 * nt rows: state, clear, sum_q, scale_q, step; and the factors they leave open.
+class Tile(NamedTuple):
+    """Macros of a warp; `state`, its registers; scale and cap in units of log2, window in tokens."""
 
-    rows_shared: `q` of a step is the address of the rows' B fragments in shared memory, int32 [slices / 2, nt, 32, 4],
-    and not registers [slices, nt, 2]; and what is true of each row, its last token and sum of Q, at st.row_facts.
-    inner: other tokens than those from the layout's sink_tokens on, up to the length that a step is given, are hidden
-    from all rows, as they are read elsewhere.
-    k_shift: power of two that Q carries in each k half. v_factor: factor of O^T in each row half.
-    """
+    of: Arithmetic
+    state: Call
+    adopt: Macro
+    clear: Macro
+    sum_q: Macro
+    scale_q: Macro
+    step: Macro
+    finish: Macro
+    mask: Macro
+
+
+def make_tile_macros(f: Arithmetic) -> Tile:
+    """Those of some arithmetic."""
     import tilelang.language as T
 
-    f = facts_of(layout, nt, tiles, softcap, rows_shared, inner)
-    slices, v_factor = layout.head_dim // 16, f.v_factor
-    operand = _make_operand_macro(f)
-    of_q, of_keys, of_softmax = _make_query_macros(f), _make_key_macros(f, operand), _make_softmax_macros(f)
-    products, finish = of_keys.products, of_keys.finish
-    mask, rescale = of_softmax.mask, of_softmax.rescale
-    values = _make_values_macro(f, operand)
+    layout, nt, tiles, rows_shared = f.layout, f.nt, f.tiles, f.rows_shared
+    slices, v_factor, operand = f.slices, f.v_factor, _make_operand_macro(f)
+    (sum_q, scale_q), (products, finish) = _make_query_macros(f), _make_key_macros(f, operand)
+    (mask, rescale), values = _make_softmax_macros(f), _make_values_macro(f, operand)
 
-    def state(scale, cap, window):
-        """Registers of a warp; scale and cap in units of log2, window in tokens."""
-        f32 = {name: T.alloc_local((n,), "float32") for name, n in (
-            ("o", slices * nt * 4), ("m", nt * 2), ("l", nt * 2), ("z", nt * 2), ("qs", nt * 2), ("s", tiles * nt * 4),
-            ("acc", nt * 8), ("x", nt * 2), ("f", 4), ("p", 4),
-        )}  # fmt: skip
-        u32 = {name: T.alloc_local((n,), "uint32") for name, n in (
-            ("q", slices * nt * 2), ("qk", slices * nt * 2), ("w", 4), ("a", 32), ("par", tiles * 4), ("b", nt * 2),
-            ("keep", tiles * 2), ("qf", nt * 4), ("wk", tiles * 4 if rows_shared else 1),
-        )}  # fmt: skip
-        hi = T.alloc_local((nt * 2,), "int32")
-        return SimpleNamespace(**f32, **u32, hi=hi, scale=scale, cap=cap, window=window)
+    def state(scale: Expr, cap: Expr, window: Expr) -> Buffers:
+        f32, u32 = "float32", "uint32"
+        return Buffers(
+            o=(slices * nt * 4, f32), m=(nt * 2, f32), l=(nt * 2, f32), z=(nt * 2, f32), qs=(nt * 2, f32),
+            s=(tiles * nt * 4, f32), acc=(nt * 8, f32), x=(nt * 2, f32), f=(4, f32), p=(4, f32),
+            q=(slices * nt * 2, u32), qk=(slices * nt * 2, u32), w=(4, u32), a=(32, u32), par=(tiles * 4, u32),
+            b=(nt * 2, u32), keep=(tiles * 2, u32), qf=(nt * 4, u32), wk=(tiles * 4 if rows_shared else 1, u32),
+            hi=(nt * 2, "int32"), scale=scale, cap=cap, window=window,
+        )  # fmt: skip
 
     @T.macro
     def clear(st):
@@ -421,15 +481,9 @@ def make_tile_macros(
                 st.o[i] = st.o[i] * T.float32(1 / v_factor[i % 4 // 2])
 
     @T.macro
-    def scores(base, st, q, r, lane):
-        """s = scale * K Q^T of tile r at address `base`, in units of log2."""
-        products(base, st, q, (r,), lane)
-        finish(base, st, r, lane)
-
-    @T.macro
     def step(base, st, q, token, length, edge, lane):
         """`tiles` tiles from address `base`, tokens `token` on; `edge`: some of them may lie outside a row's limits."""
-        if f.clean:
+        if f.layout.v.plain:
             for i in each(tiles * 2):
                 st.keep[i] = T.uint32(0xFFFFFFFF)
         products(base, st, q, each(tiles), lane)
@@ -445,9 +499,4 @@ def make_tile_macros(
         for r in each(tiles):
             values(at32(base, r * layout.tile_words), st, r, lane)
 
-    return SimpleNamespace(
-        state=state, adopt=adopt, clear=clear, sum_q=of_q.sum_q, scale_q=of_q.scale_q, step=step, scores=scores,
-        rescale=rescale, values=values, k_shift=f.k_shift, v_factor=v_factor, v_token=f.v_token,
-        kb=str(f.k_bf16).lower(), tile_words=layout.tile_words, finish=finish, mask=mask, p_factor=f.p_factor,
-        unshifted=of_q.unshifted, q_weight=f.q_weight if f.k_token or f.biased else 0,
-    )  # fmt: skip
+    return Tile(f, state, adopt, clear, sum_q, scale_q, step, finish, mask)

@@ -9,13 +9,15 @@ Accumulators are in the order of mma.sync's: value e of lane 4 g + t belongs to 
 the warp's 16 and to row 2 t + e % 2 of its group of eight rows.
 """
 
-from types import SimpleNamespace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.attention.cache.layout import CacheLayout
 from terrazzo.ops.attention.device.calls import at32, ex2, fma, hmul2, less_mask, load_words, store_words, xor_shuffle
-from terrazzo.ops.attention.device.tile_macros import LOWEST, THRESHOLD, each, less, make_tile_macros
+from terrazzo.ops.attention.device.tile_macros import LOWEST, THRESHOLD, Arithmetic, each, less, make_tile_macros
 from terrazzo.ops.tiles.calls import mma_kind, pack2, stmatrix4_trans, unpack, wg_any, wg_sync, wgmma
+from terrazzo.ops.tiles.types import Buffer, Buffers, Call, Expr, Macro
 
 TILES = 4
 """Tiles of a step, one for each warp."""
@@ -38,20 +40,47 @@ def exchange_words(nt: int) -> int:
     return 2 * TOKENS * 8 * nt // 2 + TILES * 2 * 8 * nt
 
 
-def _facts_of(layout: CacheLayout, nt: int, tile: SimpleNamespace) -> SimpleNamespace:
+@dataclass(frozen=True)
+class Step:
     """Sizes of a warpgroup's step."""
-    v_load, share, p_words = layout.v_layout.load_words, values_share(layout), TOKENS * 8 * nt // 2
-    return SimpleNamespace(
-        layout=layout, nt=nt, tile=tile, v_load=v_load, share=share, p_words=p_words,
-        atoms=layout.head_dim // 64,  # of a warp
-        v_atoms=layout.v_layout.block_rows // 16,  # of one load
-        parts=max(v_load // share, 1),  # warps that part a load
-        notes=2 * p_words,  # word of the exchange behind P
-        step_16=2 * nt * 8,  # 16-byte units of a k16 slice of an operand in shared memory
-    )  # fmt: skip
+
+    of: Arithmetic
+
+    @property
+    def atoms(self) -> int:
+        """Of a warp."""
+        return self.of.layout.head_dim // 64
+
+    @property
+    def v_atoms(self) -> int:
+        """Of one load."""
+        return self.of.layout.v_layout.block_rows // 16
+
+    @property
+    def share(self) -> int:
+        return values_share(self.of.layout)
+
+    @property
+    def parts(self) -> int:
+        """Warps that part a load."""
+        return max(self.of.layout.v_layout.load_words // self.share, 1)
+
+    @property
+    def p_words(self) -> int:
+        return TOKENS * 8 * self.of.nt // 2
+
+    @property
+    def notes(self) -> int:
+        """Word of the exchange behind P."""
+        return 2 * self.p_words
+
+    @property
+    def step_16(self) -> int:
+        """16-byte units of a k16 slice of an operand in shared memory."""
+        return 2 * self.of.nt * 8
 
 
-def _make_operand_macro():
+def _make_operand_macro() -> Macro:
     """Macro `operand`: words of a tile at an address, converted to registers."""
     import tilelang.language as T
 
@@ -70,11 +99,11 @@ def _make_operand_macro():
     return operand
 
 
-def _make_product_macros(f: SimpleNamespace) -> SimpleNamespace:
+def _make_product_macros(f: Step) -> tuple[Macro, Macro, Macro, Macro, Macro]:
     """Macros `keys` (a tile to A registers), `product` (with Q) and `settle`, and of Q itself `sum_q` and `scale_q`."""
     import tilelang.language as T
 
-    layout, nt, tile, step_16 = f.layout, f.nt, f.tile, f.step_16
+    tile, layout, nt, step_16 = f.of, f.of.layout, f.of.nt, f.step_16
     D, n, slices, k = layout.head_dim, 8 * nt, layout.head_dim // 16, layout.k
     k_load, k_atoms = layout.k_layout.load_words, layout.k_layout.block_k // 16
     k_kinds, operand = (mma_kind(k.operand),) * 2, _make_operand_macro()
@@ -114,18 +143,18 @@ def _make_product_macros(f: SimpleNamespace) -> SimpleNamespace:
                 st.qs[i] = st.s[i // 2 * 4 + i % 2] * (st.scale * T.float32(tile.q_weight))
 
     @T.macro
-    def scale_q(head, q, rows, scaled, ring, st, w):
+    def scale_q(head, q, rows, scaled, x, st, w):
         """Q in words `rows` of shared memory times the scales of a channel group at address `head`, to words `scaled`;
         and its products with the zeros, by a product whose 64 rows are all the zeros. q: descriptor of both."""
         for e in each(n * D // 8 // 128):
             row = (e * 128 + w.quarter * 32 + w.lane[0]) % n
             chunk = (e * 128 + w.quarter * 32 + w.lane[0]) // n
             at = ((chunk * nt + row // 8) * 8 + row % 8) * 4
-            load_words(4, st.w, ring[rows + at])
+            load_words(4, st.w, x.ring[rows + at])
             for t in each(4):
                 load_words(1, st.w[4 + t], at32(head, chunk // 4 * 16 + t * 4 + chunk % 4))
                 st.w[t] = hmul2(st.w[t], st.w[4 + t])
-            store_words(4, ring[scaled + at], st.w)
+            store_words(4, x.ring[scaled + at], st.w)
         for j in each(slices // 2):
             load_words(4, st.w, at32(head, D // 2 + j * 16 + w.lane[0] % 4 * 4))
             for i in each(2):
@@ -142,16 +171,16 @@ def _make_product_macros(f: SimpleNamespace) -> SimpleNamespace:
         T.fence_proxy_async()
         wg_sync(w.warp[0])
 
-    return SimpleNamespace(keys=keys, product=product, settle=settle, sum_q=sum_q, scale_q=scale_q)
+    return keys, product, settle, sum_q, scale_q
 
 
-def _make_value_macros(f: SimpleNamespace) -> SimpleNamespace:
+def _make_value_macros(f: Step) -> tuple[Macro, Macro, Macro, Macro, Macro]:
     """Macros `place_values`, `find_values` and `values` (of four tiles, to A registers), `weigh_values` and `flush`."""
     import tilelang.language as T
 
-    layout, nt, atoms, parts, share = f.layout, f.nt, f.atoms, f.parts, f.share
-    v_load, v_atoms, p_words, step_16 = f.v_load, f.v_atoms, f.p_words, f.step_16
-    n, v, v_kinds, clean = 8 * nt, layout.v, (mma_kind(layout.v.operand),) * 2, layout.v.scaling == "none"
+    layout, nt, atoms, parts, share = f.of.layout, f.of.nt, f.atoms, f.parts, f.share
+    v_load, v_atoms, p_words, step_16 = layout.v_layout.load_words, f.v_atoms, f.p_words, f.step_16
+    n, v, v_kinds, clean = 8 * nt, layout.v, (mma_kind(layout.v.operand),) * 2, layout.v.plain
     operand = _make_operand_macro()
 
     @T.macro
@@ -213,17 +242,15 @@ def _make_value_macros(f: SimpleNamespace) -> SimpleNamespace:
         for i in each(TILES * atoms * 4):
             st.v[i] = T.uint32(0)
 
-    return SimpleNamespace(
-        place_values=place_values, find_values=find_values, values=values, weigh_values=weigh_values, flush=flush
-    )
+    return place_values, find_values, values, weigh_values, flush
 
 
-def _make_softmax_macros(f: SimpleNamespace) -> SimpleNamespace:
+def _make_softmax_macros(f: Step) -> tuple[Macro, Macro, Macro]:
     """Macros `weigh` (scores become weights in the exchange), `raise_maxima` and `totals`."""
     import tilelang.language as T
 
-    nt, n, tile, atoms, p_words, notes = f.nt, 8 * f.nt, f.tile, f.atoms, f.p_words, f.notes
-    v_bf16, params = f.layout.v.operand == "bfloat16", f.layout.token_params
+    tile, nt, n, atoms, p_words, notes = f.of, f.of.nt, 8 * f.of.nt, f.atoms, f.p_words, f.notes
+    v_bf16, params = tile.layout.v.bf16, tile.layout.token_params
 
     @T.macro
     def put(to, st, i):
@@ -237,14 +264,14 @@ def _make_softmax_macros(f: SimpleNamespace) -> SimpleNamespace:
         stmatrix4_trans(to, a, b, c, d)
 
     @T.macro
-    def raise_maxima(ring, x, st, w):
+    def raise_maxima(x, st, w):
         """The rows' running maxima are those of all four warps."""
         for i in each(nt * 2):
             for d in each(3):
                 st.x[i] = T.max(st.x[i], xor_shuffle(st.x[i], 4 << d))
             if less(w.lane[0], 4):
                 put(
-                    T.access_ptr(ring[x.at + notes + w.quarter * n + i // 2 * 8 + w.lane[0] * 2 + i % 2], "w", 1),
+                    T.access_ptr(x.ring[x.at + notes + w.quarter * n + i // 2 * 8 + w.lane[0] * 2 + i % 2], "w", 1),
                     st,
                     i,
                 )
@@ -254,7 +281,7 @@ def _make_softmax_macros(f: SimpleNamespace) -> SimpleNamespace:
             for q in each(TILES):
                 st.x[i] = T.max(
                     st.x[i],
-                    T.reinterpret(ring[x.at + notes + q * n + i // 2 * 8 + w.lane[0] % 4 * 2 + i % 2], "float32"),
+                    T.reinterpret(x.ring[x.at + notes + q * n + i // 2 * 8 + w.lane[0] % 4 * 2 + i % 2], "float32"),
                 )
             st.f[0] = ex2(st.m[i] - st.x[i])
             st.m[i] = st.x[i]
@@ -266,9 +293,9 @@ def _make_softmax_macros(f: SimpleNamespace) -> SimpleNamespace:
                     st.o[at] = st.o[at] * st.f[0]
 
     @T.macro
-    def weigh(ring, x, st, w):
+    def weigh(x, st, w):
         """P^T of the warp's tile to the exchange, and what the sums are with it."""
-        if tile.v_token:
+        if tile.layout.v.token_wise:
             for e in each(2):
                 st.f[e] = unpack(0, st.par[2 * (params - 1) + e], bf16=False) * T.float32(tile.p_factor[e])
                 st.f[2 + e] = unpack(1, st.par[2 * (params - 1) + e], bf16=False)
@@ -277,10 +304,10 @@ def _make_softmax_macros(f: SimpleNamespace) -> SimpleNamespace:
                 st.p[e] = ex2(st.s[t * 4 + e] - st.m[t * 2 + e % 2])
             for e in each(2):
                 st.ln[t * 2 + e] = st.l[t * 2 + e] + (st.p[e] + st.p[2 + e])
-                if tile.v_token:
+                if tile.layout.v.token_wise:
                     st.zn[t * 2 + e] = fma(st.p[e], st.f[2], fma(st.p[2 + e], st.f[3], st.z[t * 2 + e]))
             for e in each(4):
-                if tile.v_token:
+                if tile.layout.v.token_wise:
                     st.p[e] = st.p[e] * st.f[e // 2]
                 elif tile.p_factor[e // 2] != 1:
                     st.p[e] = st.p[e] * T.float32(tile.p_factor[e // 2])
@@ -289,13 +316,13 @@ def _make_softmax_macros(f: SimpleNamespace) -> SimpleNamespace:
         for t in each(0, nt, 2):  # lanes 8 i .. 8 i + 7 name the rows of matrix i: halves of tokens, then of rows
             core = (w.quarter * 2 + w.lane[0] // 8 % 2) * nt + t + w.lane[0] // 16
             put_matrices(
-                T.access_ptr(ring[x.at + w.turn[0] * p_words + (core * 8 + w.lane[0] % 8) * 4], "w", 4),
+                T.access_ptr(x.ring[x.at + w.turn[0] * p_words + (core * 8 + w.lane[0] % 8) * 4], "w", 4),
                 st.b[t * 2], st.b[t * 2 + 1], st.b[t * 2 + 2], st.b[t * 2 + 3],
             )  # fmt: skip
         T.fence_proxy_async()
 
     @T.macro
-    def totals(ring, x, st, w):
+    def totals(x, st, w):
         """l and z of each row over all lanes and warps, in a fixed order."""
         for i in each(nt * 2):
             for d in each(3):
@@ -303,60 +330,79 @@ def _make_softmax_macros(f: SimpleNamespace) -> SimpleNamespace:
                 st.z[i] = st.z[i] + xor_shuffle(st.z[i], 4 << d)
             at = x.at + notes + (w.quarter * n + i // 2 * 8 + w.lane[0] % 4 * 2 + i % 2) * 2
             if less(w.lane[0], 4):
-                ring[at] = T.reinterpret(st.l[i], "int32")
-                ring[at + 1] = T.reinterpret(st.z[i], "int32")
+                x.ring[at] = T.reinterpret(st.l[i], "int32")
+                x.ring[at + 1] = T.reinterpret(st.z[i], "int32")
         wg_sync(w.warp[0])
         for i in each(nt * 2):
             st.l[i] = 0.0
             st.z[i] = 0.0
             for q in each(TILES):
                 at = x.at + notes + (q * n + i // 2 * 8 + w.lane[0] % 4 * 2 + i % 2) * 2
-                st.l[i] = st.l[i] + T.reinterpret(ring[at], "float32")
-                st.z[i] = st.z[i] + T.reinterpret(ring[at + 1], "float32")
+                st.l[i] = st.l[i] + T.reinterpret(x.ring[at], "float32")
+                st.z[i] = st.z[i] + T.reinterpret(x.ring[at + 1], "float32")
 
-    return SimpleNamespace(weigh=weigh, raise_maxima=raise_maxima, totals=totals)
+    return weigh, raise_maxima, totals
 
 
-def make_warpgroup_macros(
-    layout: CacheLayout, nt: int, softcap: bool, early: bool = False, inner: bool = False
-) -> SimpleNamespace:
-    """Macros over a step of 64 tokens and 8 * nt rows, state; `early`: values are converted while keys are multiplied,
-    where registers allow. Macros: place_values, find_values, clear, adopt, sum_q, scale_q, step,
-    flush, totals.
+class Exchange(NamedTuple):
+    """What a warpgroup has in shared memory `ring`: its P^T, by descriptor `p` and from word `at` on; Q behind
+    descriptor `q`."""
+
+    ring: Buffer
+    q: Buffer
+    p: Buffer
+    at: Expr
+
+
+class Warpgroup(NamedTuple):
+    """Macros over a step of 64 tokens; `state`, the registers of a thread: scale and cap in units of log2, window in
+    tokens.
 
     `w` holds `lane`, the warp `quarter` of its warpgroup, that one's index `warp`, and one-element local buffers
     `atom`, the first of the lane's atoms of 16 head dimensions, and `values`, the word of a tile's values where those
-    begin. `x` names what lies in shared memory `ring`: `p`, descriptor of the warpgroup's P^T, and `at`, its word.
-    inner, k_shift, v_factor: as of make_tile_macros.
+    begin. `x` is its `Exchange`.
     """
+
+    of: Arithmetic
+    state: Call
+    clear: Macro
+    adopt: Macro
+    place_values: Macro
+    find_values: Macro
+    sum_q: Macro
+    scale_q: Macro
+    step: Macro
+    flush: Macro
+    totals: Macro
+
+
+def make_warpgroup_macros(f: Arithmetic, early: bool = False) -> Warpgroup:
+    """Those of 8 * nt rows; f: of one tile, for each warp. `early`: values are converted while keys are multiplied,
+    where registers allow."""
     import tilelang.language as T
 
+    layout, nt, sizes = f.layout, f.nt, Step(f)
     if not supports(layout):
         raise ArgumentError(
             "layout", layout.identity, f"needs channel groups of {TOKENS} tokens and values that four warps can part",
             "use the program of single warps",
         )  # fmt: skip
-    tile = make_tile_macros(layout, nt, 1, softcap, inner=inner)
-    f = _facts_of(layout, nt, tile)
-    slices, atoms, p_words = layout.head_dim // 16, f.atoms, f.p_words
-    of_keys, of_values, of_softmax = _make_product_macros(f), _make_value_macros(f), _make_softmax_macros(f)
-    keys, product, settle = of_keys.keys, of_keys.product, of_keys.settle
-    values, weigh_values = of_values.values, of_values.weigh_values
-    weigh, raise_maxima = of_softmax.weigh, of_softmax.raise_maxima
+    tile, slices, atoms, p_words = make_tile_macros(f), f.slices, sizes.atoms, sizes.p_words
+    keys, product, settle, sum_q, scale_q = _make_product_macros(sizes)
+    place_values, find_values, values, weigh_values, flush = _make_value_macros(sizes)
+    weigh, raise_maxima, totals = _make_softmax_macros(sizes)
 
-    def state(scale, cap, window):
-        """Registers of a thread; scale and cap in units of log2, window in tokens."""
-        f32 = {name: T.alloc_local((size,), "float32") for name, size in (
-            ("o", atoms * nt * 4), ("s", nt * 4), ("m", nt * 2), ("l", nt * 2), ("z", nt * 2),
-            ("qs", nt * 2), ("x", nt * 2), ("ln", nt * 2), ("zn", nt * 2), ("f", 4), ("p", 4), ("top", 1),
-        )}  # fmt: skip
-        u32 = {name: T.alloc_local((size,), "uint32") for name, size in (
-            ("a", slices * 4), ("v", TILES * atoms * 4), ("w", 8), ("par", 4), ("keep", 2), ("b", nt * 2),
-        )}  # fmt: skip
-        return SimpleNamespace(**f32, **u32, hi=T.alloc_local((nt * 2,), "int32"), scale=scale, cap=cap, window=window)
+    def state(scale: Expr, cap: Expr, window: Expr) -> Buffers:
+        f32, u32 = "float32", "uint32"
+        return Buffers(
+            o=(atoms * nt * 4, f32), s=(nt * 4, f32), m=(nt * 2, f32), l=(nt * 2, f32), z=(nt * 2, f32),
+            qs=(nt * 2, f32), x=(nt * 2, f32), ln=(nt * 2, f32), zn=(nt * 2, f32), f=(4, f32), p=(4, f32), top=(1, f32),
+            a=(slices * 4, u32), v=(TILES * atoms * 4, u32), w=(8, u32), par=(4, u32), keep=(2, u32), b=(nt * 2, u32),
+            hi=(nt * 2, "int32"), scale=scale, cap=cap, window=window,
+        )  # fmt: skip
 
     @T.macro
-    def clear(ring, x, st, w):
+    def clear(x, st, w):
         """No token has been seen: the values and P of the step before the first are zeros."""
         for i in each(atoms * nt * 4):
             st.o[i] = 0.0
@@ -370,19 +416,19 @@ def make_warpgroup_macros(
             st.w[i] = T.uint32(0)
         w.turn[0] = 0
         for i in each(p_words // 512):
-            store_words(4, ring[x.at + p_words + (i * 128 + w.quarter * 32 + w.lane[0]) * 4], st.w)
+            store_words(4, x.ring[x.at + p_words + (i * 128 + w.quarter * 32 + w.lane[0]) * 4], st.w)
 
     @T.macro
     def adopt(st):
         """Sums of O^T at true scale become sums of this format, whose rows carry powers of two."""
         for i in each(atoms * nt * 4):
-            if tile.v_factor[i % 4 // 2] != 1:
-                st.o[i] = st.o[i] * T.float32(1 / tile.v_factor[i % 4 // 2])
+            if f.v_factor[i % 4 // 2] != 1:
+                st.o[i] = st.o[i] * T.float32(1 / f.v_factor[i % 4 // 2])
 
     @T.macro
-    def step(tile_at, q, q_at, ring, x, st, token, length, edge, ends, w):
+    def step(tile_at, q_at, x, st, token, length, edge, ends, w):
         """The warpgroup's tokens `token` to `token` + 63: four tiles at the addresses tile_at(0) to tile_at(3), Q at
-        16-byte unit q_at behind q; `edge`: some tokens may lie outside a row's limits, which macro `ends` then puts
+        16-byte unit q_at behind x.q; `edge`: some tokens may lie outside a row's limits, which macro `ends` then puts
         into st.hi. The values of the step before are multiplied beside, those of this one remain. After it all warps
         have read the tiles.
 
@@ -390,7 +436,7 @@ def make_warpgroup_macros(
         barrier does for both."""
         weigh_values(x, st, w)
         keys(tile_at(w.quarter), st, w.lane[0])
-        product(q, q_at, st)
+        product(x.q, q_at, st)
         T.warpgroup_wait(1)
         T.warpgroup_fence_operand(st.o, 0, atoms * nt * 4)
         T.warpgroup_fence_operand(st.v, 0, TILES * atoms * 4)
@@ -407,19 +453,17 @@ def make_warpgroup_macros(
         st.top[0] = st.x[0] - st.m[0]
         for i in each(1, nt * 2):
             st.top[0] = T.max(st.top[0], st.x[i] - st.m[i])
-        weigh(ring, x, st, w)
+        weigh(x, st, w)
         if wg_any(w.warp[0], st.top[0] > T.float32(THRESHOLD)):
-            raise_maxima(ring, x, st, w)
-            weigh(ring, x, st, w)
+            raise_maxima(x, st, w)
+            weigh(x, st, w)
             wg_sync(w.warp[0])
         for i in each(nt * 2):
             st.l[i] = st.ln[i]
-            if tile.v_token:
+            if f.layout.v.token_wise:
                 st.z[i] = st.zn[i]
         w.turn[0] = w.turn[0] ^ 1
 
-    return SimpleNamespace(
-        state=state, clear=clear, adopt=adopt, place_values=of_values.place_values, find_values=of_values.find_values,
-        sum_q=of_keys.sum_q, scale_q=of_keys.scale_q, step=step, flush=of_values.flush, totals=of_softmax.totals,
-        k_shift=tile.k_shift, v_factor=tile.v_factor, v_token=tile.v_token, k_bf16=tile.kb == "true",
+    return Warpgroup(
+        f, state, clear, adopt, place_values, find_values, sum_q, scale_q, step, flush, totals
     )  # fmt: skip

@@ -5,7 +5,7 @@ bytes whose 16-byte pieces are swizzled. S = Q K^T reads keys as a K-major matri
 transposed one. Rows behind the sequence's last token are zeros: their weights are 0, and 0 * NaN is NaN.
 """
 
-from types import SimpleNamespace
+from typing import NamedTuple
 
 from terrazzo.ops.attention.device.calls import at_page, clamp2, load_words, row16, store_words
 from terrazzo.ops.attention.device.primitives import attention_prelude
@@ -15,11 +15,21 @@ from terrazzo.ops.attention.prefilling.prefill_rows import swizzled
 from terrazzo.ops.attention.prefilling.prefill_stages import STAGE
 from terrazzo.ops.tiles.calls import unpack
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
+from terrazzo.ops.tiles.types import Buffer, Buffers
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 THREADS = 128
 AHEAD = 8
 """Most pieces of 16 bytes that a thread has under way."""
+
+
+class New(NamedTuple):
+    """New keys or values, flat; dtype of their images, whether they are rotated, and where they go."""
+
+    data: Buffer
+    operand: str
+    rotated: bool
+    images: Buffer
 
 
 def image_words(head_dim: int) -> int:
@@ -57,28 +67,29 @@ def build(
     rotation = make_rotation(head_dim, 8, row_stages(head_dim))
 
     @T.macro
-    def move(X, operand, rotated, NEW, page, first, count, token, head, h, word, held, st, tx):
+    def move(of, page, first, count, token, head, h, word, st):
         """The 64 rows of one tensor, `count` of which are the sequence's, to words from `word` on."""
+        held, tx = st.held, st.tx
         for part in each(STAGE * chunks // (THREADS * ahead)):
             for e in each(ahead):
                 at = (part * ahead + e) * THREADS + tx
                 for i in each(4):
                     held[e * 4 + i] = T.uint32(0)
                 if less(at // chunks, count):
-                    load_words(4, held[e * 4], row16(X, first + at // chunks, token, h * head + at % chunks * 8))
+                    load_words(4, held[e * 4], row16(of.data, first + at // chunks, token, h * head + at % chunks * 8))
             for e in each(ahead):
                 at = (part * ahead + e) * THREADS + tx
-                if rotated:
+                if of.rotated:
                     rotation.from_words(st.rotated, held, lambda i, e=e: e * 4 + i, dtype == "bfloat16")
                     rotation.turn(st, st.rotated, tx % 32)
                     rotation.to_words(st.rotated, held, lambda i, e=e: e * 4 + i, True)
-                elif operand != dtype:
+                elif of.operand != dtype:
                     bf16 = dtype == "bfloat16"
                     for i in each(4):
                         pair = held[e * 4 + i]
                         held[e * 4 + i] = clamp2(unpack(0, pair, bf16=bf16), unpack(1, pair, bf16=bf16), bf16=not bf16)
                 byte = at % chunks // 8 * (STAGE * 128) + swizzled(at // chunks, at % chunks % 8)
-                store_words(4, at_page(NEW, page, word + byte // 4), held[e * 4])
+                store_words(4, at_page(of.images, page, word + byte // 4), held[e * 4])
 
     @T.prim_func
     def main(
@@ -96,11 +107,8 @@ def build(
         with T.Kernel(HK, stages, batch, threads=THREADS, prelude=source) as (h, y, b):
             tx = T.get_thread_binding()
             held = T.alloc_local((ahead * 4,), "uint32")
-            st = SimpleNamespace()
-            if k_rotated or v_rotated:
-                st = SimpleNamespace(
-                    rotated=T.alloc_local((8,), "float32"), turned=T.alloc_local((1,), "float32")
-                )  # fmt: skip
+            rotated = dict(rotated=(8, "float32"), turned=(1, "float32")) if k_rotated or v_rotated else {}
+            st = Buffers(held=held, tx=tx, **rotated)
             first = T.alloc_local((1,), "int32")
             count = T.alloc_local((1,), "int32")
             first[0] = CU[b]
@@ -109,10 +117,8 @@ def build(
                 page = T.truncdiv(first[0], STAGE) + b + y
                 word = h * image_words(head_dim)
                 row = first[0] + y * STAGE
-                move(K, k_operand, k_rotated, NEW, page, row, count[0], k_token, k_head, h, word, held, st, tx)
-                move(
-                    V, v_operand, v_rotated, NEW, page, row, count[0], v_token, v_head, h,
-                    word + image_words(head_dim) // 2, held, st, tx,
-                )  # fmt: skip
+                keys, values = New(K, k_operand, k_rotated, NEW), New(V, v_operand, v_rotated, NEW)
+                move(keys, page, row, count[0], k_token, k_head, h, word, st)
+                move(values, page, row, count[0], v_token, v_head, h, word + image_words(head_dim) // 2, st)
 
     return main

@@ -1,18 +1,19 @@
 """The warpgroup of converters of prefill_shared: stages of packed tokens become operands in shared memory.
 
-Keys and values lie as [token, dim], in tiles of 128-byte rows as wgmma reads them. `f` are the sizes and macros of
-prefill_shared.build.
+Keys and values lie as [token, dim], in tiles of 128-byte rows as wgmma reads them.
 """
 
-from types import SimpleNamespace
+from typing import NamedTuple
 
 from terrazzo.ops.attention.device.calls import at8, at_page
 from terrazzo.ops.attention.device.tile_macros import each, less, smaller
-from terrazzo.ops.attention.prefilling.prefill_stages import STAGE
+from terrazzo.ops.attention.prefilling.prefill_operands import Operands
+from terrazzo.ops.attention.prefilling.prefill_stages import STAGE, Prefill, Stream
 from terrazzo.ops.tiles.calls import bulk, fence, stmatrix4, stmatrix4_trans, syncwarp, wg_sync
+from terrazzo.ops.tiles.types import Buffer, Buffers, Call, Expr, Macro
 
 
-def piece(lane, row, chunk):
+def piece(lane: Expr, row: Expr, chunk: Expr) -> Expr:
     """Byte, in a tile of 128-byte rows as wgmma reads it, of the row that a lane stores of a 16 x 16 atom whose first
     row and 16-byte chunk are given: lanes 8i .. 8i + 7 name the rows of register i."""
     import tilelang.language as T
@@ -21,7 +22,7 @@ def piece(lane, row, chunk):
     return at * 128 + T.bitwise_xor(chunk + lane // 16, at % 8) * 16
 
 
-def make_store_macro():
+def make_store_macro() -> Macro:
     """Macro `store_atom`."""
     import tilelang.language as T
 
@@ -33,13 +34,35 @@ def make_store_macro():
     return store_atom
 
 
-def apart(w, fresh: bool):
+class Shared(NamedTuple):
+    """Where things begin in shared memory: bytes of keys and of values; words of static scales of keys, and of the
+    ring; words in all."""
+
+    of: Prefill
+    keys_at: int
+    values_at: int
+    table: int
+    ring_at: int
+    total: int
+
+    @property
+    def wgs(self) -> int:
+        """Warpgroups that multiply."""
+        return self.of.warps // 4
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of keys, and of values."""
+        return STAGE * self.of.head_dim * 2
+
+
+def apart(w: Buffers, fresh: bool) -> Expr:
     """Stages that pass by the ring; they are the first."""
     return w.nc[0] if fresh else 0
 
 
-def make_buffer_macros(buffers: int) -> SimpleNamespace:
-    """Macro `advance` to the next of the operands' buffers; `following`, its number."""
+def make_buffer_macros(buffers: int) -> tuple[Call, Macro]:
+    """`following`, the number of the next of the operands' buffers, and macro `advance` to it."""
     import tilelang.language as T
 
     def following(w):
@@ -53,18 +76,27 @@ def make_buffer_macros(buffers: int) -> SimpleNamespace:
         if w.to[0] == 0:
             w.turn[0] = w.turn[0] ^ 1
 
-    return SimpleNamespace(following=following, advance=advance)
+    return following, advance
 
 
-def make_converter_macro(f: SimpleNamespace):
+class Bars(NamedTuple):
+    """Barriers of the ring's stages and of the operands' buffers."""
+
+    full: Buffer
+    keys: Buffer
+    values: Buffer
+    keys_free: Buffer
+    values_free: Buffer
+
+
+def make_converter_macro(f: Shared, tile: Operands, spare: Operands | None, stream: Stream) -> Macro:
     """Macro `produce`: what the warpgroup of converters does; warp r has the stage's tile r."""
     import tilelang.language as T
 
     store_atom = make_store_macro()
-    advance = make_buffer_macros(f.buffers).advance
-    slices, wgs, ct, stage_bytes, keys_at = f.slices, f.wgs, f.ct, f.stage_bytes, f.keys_at
-    values_at, table, ring_at, tile, spare = f.values_at, f.table, f.ring_at, f.tile, f.spare
-    plain, g, stream, stages, fresh = f.g.plain, f.g, f.stream, f.stages, f.g.fresh
+    p, g, plain, fresh, stages = f.of, f.of.g, f.of.g.plain, f.of.fresh, f.of.stages
+    slices, wgs, ct, advance = p.slices, f.wgs, f.of.warps * 32, make_buffer_macros(p.buffers)[1]
+    stage_bytes, keys_at, values_at, table, ring_at = f.stage_bytes, f.keys_at, f.values_at, f.table, f.ring_at
 
     def piece_across(lane, token, chunk):
         """The same of a 16 x 16 atom [dim, token] that is stored as [token, dim], each matrix transposed."""
@@ -79,13 +111,13 @@ def make_converter_macro(f: SimpleNamespace):
     def channels_of(of, w):
         """Address of the channel parameters of the warp's tile."""
         at = ring_at + w.slot[0] * g.stage_words + (g.channel_at(w.warp) if of is tile else 0)
-        return T.access_ptr(w.space[table if of.k_static else at], "r", 1)
+        return T.access_ptr(w.space[table if of.layout.k.static else at], "r", 1)
 
     @T.macro
     def convert_keys(of, space, st, w, lane):
         of.key_params(st, word(of, w), lane)
         for j in each(of.k_loads):
-            of.keys(st, word(of, w), channels_of(of, w), j, st.a, 0, lane)
+            of.keys(st, word(of, w), channels_of(of, w), j, lane)
             for i in each(of.k_atoms):
                 at = j * of.k_atoms + i
                 store_atom(
@@ -94,18 +126,26 @@ def make_converter_macro(f: SimpleNamespace):
                 )  # fmt: skip
 
     @T.macro
-    def convert_values(of, space, sv, st, w, lane):
+    def convert_values(of, space, st, w, lane):
         of.value_params(st, word(of, w), lane)
         if w.edge[0] > 0:
             of.guard(st, w.token[0] + w.warp * 16, w.end[0], lane)
         for j in each(of.v_loads):
-            of.values(
-                st, word(of, w), (j * 32 + lane) * of.v_words, of.v_words, of.v_atoms, 0, sv, j * of.v_atoms * 4,
-                w.edge[0], st.a, 0, 4,
-            )  # fmt: skip
+            of.values(st, word(of, w), (j * 32 + lane) * of.v_words, j, w.edge[0])
             for i in each(of.v_atoms):
                 byte = values_at + w.to[0] * stage_bytes + piece_across(lane, w.warp * 16, (j * of.v_atoms + i) * 2)
                 stmatrix4_trans(at8(space[0], byte, "w"), *(st.a[i * 4 + r] for r in range(4)))
+
+    @T.macro
+    def of_source(convert, space, st, w, i, lane):
+        """Operands of stage i, whose tiles are packed or not."""
+        if spare is not None:
+            if less(i, w.nb[0] + w.nc[0]):
+                convert(spare, space, st, w, lane)
+            else:
+                convert(tile, space, st, w, lane)
+        else:
+            convert(tile, space, st, w, lane)
 
     @T.macro
     def hand_over(ready, w, lane):
@@ -116,30 +156,18 @@ def make_converter_macro(f: SimpleNamespace):
             T.barrier_arrive(ready[w.to[0]])
 
     @T.macro
-    def convert(space, bars, sv, st, w, i, lane):
+    def convert(space, bars, st, w, i, lane):
         """Stage i, from the ring to the operands."""
         T.barrier_wait(bars.full[w.slot[0]], w.parity[0])
         T.barrier_wait(bars.keys_free[w.to[0]], w.turn[0] ^ 1)
         fence()
         stream.locate(w, i)
         w.edge[0] = T.cast(less(w.end[0], w.token[0] + STAGE), "int32")
-        if spare is not None:
-            if less(i, w.nb[0] + w.nc[0]):
-                convert_keys(spare, space, st, w, lane)
-            else:
-                convert_keys(tile, space, st, w, lane)
-        else:
-            convert_keys(tile, space, st, w, lane)
+        of_source(convert_keys, space, st, w, i, lane)
         hand_over(bars.keys, w, lane)
         T.barrier_wait(bars.values_free[w.to[0]], w.turn[0] ^ 1)
         fence()
-        if spare is not None:
-            if less(i, w.nb[0] + w.nc[0]):
-                convert_values(spare, space, sv, st, w, lane)
-            else:
-                convert_values(tile, space, sv, st, w, lane)
-        else:
-            convert_values(tile, space, sv, st, w, lane)
+        of_source(convert_values, space, st, w, i, lane)
         hand_over(bars.values, w, lane)
 
     @T.macro
@@ -158,31 +186,31 @@ def make_converter_macro(f: SimpleNamespace):
                 T.barrier_arrive(ready[w.to[0]])
 
     @T.macro
-    def produce(NEW, SK, SV, x, space, bars, sv, st, w, io, h, tx, lane):
+    def produce(x, space, bars, st, w, tx, lane):
         """All stages, from memory to the operands, by the warpgroup of converters."""
         if less(w.row0[0], w.rows[0]):
             if tx == ct:
                 for i in T.serial(smaller(stages, w.count[0] - apart(w, fresh))):
-                    stream.fetch(x, space, w, apart(w, fresh) + i, ring_at + i * g.stage_words, io)
+                    stream.fetch(x, space, w, apart(w, fresh) + i, ring_at + i * g.stage_words, (bars.full, w.slot))
                     T.barrier_arrive(bars.full[w.slot[0]])
                     w.slot[0] = w.slot[0] + 1
                 w.slot[0] = 0
-            if tile.k_static:
-                tile.share_static(SK, space, table, h, tx - ct, 128)
+            if tile.layout.k.static:
+                tile.share_static(x.SK, space, table, w.h, tx - ct, 128)
                 wg_sync(wgs)
-            if tile.v_static:
-                tile.load_static(SV, sv, 0, slices, h, lane)
+            if tile.layout.v.static:
+                tile.load_static(x.SV, st.sv, 0, slices, w.h, lane)
             if fresh:  # a loop of its own: beside a branch, ptxas keeps state out of uniform registers
                 for i in T.serial(apart(w, fresh)):
-                    bring(NEW, space, bars, w, i, lane)
+                    bring(x.NEW, space, bars, w, i, lane)
                     advance(w)
             for i in T.serial(w.count[0] - apart(w, fresh)):
-                convert(space, bars, sv, st, w, apart(w, fresh) + i, lane)
+                convert(space, bars, st, w, apart(w, fresh) + i, lane)
                 wg_sync(wgs)  # the slot has been read
                 if tx == ct:
                     if less(i + stages, w.count[0] - apart(w, fresh)):
                         at = ring_at + w.slot[0] * g.stage_words
-                        stream.fetch(x, space, w, apart(w, fresh) + i + stages, at, io)
+                        stream.fetch(x, space, w, apart(w, fresh) + i + stages, at, (bars.full, w.slot))
                         T.barrier_arrive(bars.full[w.slot[0]])
                 w.slot[0] = w.slot[0] + 1
                 if w.slot[0] == stages:

@@ -6,9 +6,6 @@ same stages of 64 tokens, a ring that all threads fill by cp.async. P^T is trans
 running maximum is lazy: sums are rescaled only when a score exceeds it by 2^4.
 """
 
-from types import SimpleNamespace
-
-from terrazzo.ops.attention.cache.layout import CacheLayout
 from terrazzo.ops.attention.device.calls import (
     among,
     any_lane,
@@ -24,19 +21,20 @@ from terrazzo.ops.attention.device.calls import (
 from terrazzo.ops.attention.device.primitives import attention_prelude
 from terrazzo.ops.attention.device.rotation_macros import make_rotation, query_stages, sum_stages
 from terrazzo.ops.attention.device.tile_macros import LOWEST, THRESHOLD, each, less, smaller
-from terrazzo.ops.attention.prefilling.prefill_operands import make_operand_macros, operand_state, sources
+from terrazzo.ops.attention.prefilling.prefill_operands import STATE, Operands, make_operand_macros, sources
 from terrazzo.ops.attention.prefilling.prefill_rows import head_of, query_of, seen_by, span
 from terrazzo.ops.attention.prefilling.prefill_stages import (
     STAGE,
     Geometry,
+    Prefill,
+    Tensors,
     arguments,
     check_memory,
-    integers,
-    make_share_macro,
     make_stage_macros,
 )
 from terrazzo.ops.tiles.calls import cp_async, cp_commit, cp_wait, mma, pack2, unpack
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
+from terrazzo.ops.tiles.types import Buffers, Macro, PrimFunc, scalars
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 LIMITS = (
@@ -46,15 +44,17 @@ LIMITS = (
 
 def shared_words(g: Geometry, stages: int) -> int:
     """int32 words of shared memory: the ring, and static scales of keys."""
-    return stages * g.stage_words + (g.layout.head_dim if g.layout.k.scaling == "static" else 0)
+    return stages * g.stage_words + (g.layout.head_dim if g.layout.k.static else 0)
 
 
-def _make_row_macros(f: SimpleNamespace) -> SimpleNamespace:
+def _make_row_macros(p: Prefill, tile: Operands) -> tuple[Macro, Macro, Macro]:
     """Macros `limits` and `load_q` (what the warp's rows see, and their fragments) and `finish` (their results)."""
     import tilelang.language as T
 
-    nt, cols, slices, bf16 = f.nt, 8 * f.nt, f.layout.head_dim // 16, f.dtype == "bfloat16"
-    tile, rotation, back, sinks, split = f.tile, f.rotation, f.back, f.sinks, f.split
+    nt, cols, slices, bf16, sinks, split = p.row_tiles, 8 * p.row_tiles, p.slices, p.bf16, p.sinks, p.split
+    D, k, v, result_of = p.head_dim, p.layout.k, p.layout.v, p.result_of
+    rotation = make_rotation(D, D // 4, query_stages(D)) if k.rotation else None
+    back = make_rotation(D, slices * nt * 4, sum_stages(D, nt)) if v.rotation else None
 
     @T.macro
     def limits(st, w, window, lane):
@@ -82,19 +82,15 @@ def _make_row_macros(f: SimpleNamespace) -> SimpleNamespace:
                     st.q[at] = T.uint32(0)
                     if less(row, w.rows[0]):
                         st.q[at] = load32(Q[w.query[0], w.head[0], k * 16 + half * 8 + lane % 4 * 2])
-                        if tile.k_bf16 != bf16 and rotation is None:
+                        if tile.layout.k.bf16 != bf16 and rotation is None:
                             st.f[0] = unpack(0, st.q[at], bf16=bf16)
                             st.f[1] = unpack(1, st.q[at], bf16=bf16)
-                            st.q[at] = pack2(st.f[0], st.f[1], bf16=tile.k_bf16)
+                            st.q[at] = pack2(st.f[0], st.f[1], bf16=tile.layout.k.bf16)
             if rotation is not None:
                 at = lambda i, t=t: (i // 2 * nt + t) * 2 + i % 2
                 rotation.from_words(st.rotated, st.q, at, bf16)
                 rotation.turn(st, st.rotated, lane)
                 rotation.to_words(st.rotated, st.q, at, False)
-
-    def result_of(w):
-        """Where the results of row w.query, w.head are."""
-        return (w.part[0], w.query[0], w.head[0]) if split else (w.query[0], w.head[0])
 
     @T.macro
     def finish(O, LSE, SINK, st, w, lane):
@@ -139,30 +135,30 @@ def _make_row_macros(f: SimpleNamespace) -> SimpleNamespace:
                     for half in each(2):
                         store_words(1, O[w.query[0], w.head[0], a * 16 + half * 8 + lane % 4 * 2], st.w[half])
 
-    return SimpleNamespace(limits=limits, load_q=load_q, finish=finish)
+    return limits, load_q, finish
 
 
-def _make_step_macro(f: SimpleNamespace):
+def _make_step_macro(p: Prefill, tile: Operands) -> Macro:
     """Macro `step`: a tile's keys and values, converted and multiplied with the warp's rows."""
     import tilelang.language as T
 
-    nt, slices, tile, softcap, sink_tokens = f.nt, f.layout.head_dim // 16, f.tile, f.softcap, f.layout.sink_tokens
+    nt, slices, softcap, sink_tokens = p.row_tiles, p.slices, p.softcap, p.sink_tokens
 
     @T.macro
-    def scores(of, base, head, st, scale, cap, lane):
+    def scores(of, base, head, st, w, lane):
         """s = scale * K Q^T of a tile, in units of log2."""
         of.key_params(st, base, lane)
         for i in each(nt * 4):
             st.s[i] = 0.0
         for j in each(of.k_loads):
-            of.keys(st, base, head, j, st.a, 0, lane)
+            of.keys(st, base, head, j, lane)
             for i in each(of.k_atoms):
                 for t in each(nt):
                     mma(of.k_kind, st.s, t * 4, st.a, i * 4, st.q, ((j * of.k_atoms + i) * nt + t) * 2)
         for i in each(nt * 4):
-            st.s[i] = st.s[i] * scale
+            st.s[i] = st.s[i] * w.scale
             if softcap:
-                st.s[i] = cap * tanh(st.s[i] / cap)
+                st.s[i] = w.cap * tanh(st.s[i] / w.cap)
 
     @T.macro
     def mask(st, w, lane):
@@ -197,22 +193,19 @@ def _make_step_macro(f: SimpleNamespace):
                         st.o[at] = st.o[at] * st.f[0]
 
     @T.macro
-    def weigh(of, base, sv, st, w, lane):
+    def weigh(of, base, st, w, lane):
         """O^T += V^T P^T of a tile."""
         for t in each(nt):
             for e in each(4):
                 st.p[e] = ex2(st.s[t * 4 + e] - st.m[t * 2 + e % 2])
             for e in each(2):
                 st.l[t * 2 + e] = st.l[t * 2 + e] + (st.p[e] + st.p[2 + e])
-                st.b[t * 2 + e] = transpose(pack2(st.p[2 * e], st.p[2 * e + 1], bf16=of.v_bf16))
+                st.b[t * 2 + e] = transpose(pack2(st.p[2 * e], st.p[2 * e + 1], bf16=of.layout.v.bf16))
         of.value_params(st, base, lane)
         if w.edge[0] > 0:
             of.guard(st, w.token[0], w.end[0], lane)
         for j in each(of.v_loads):
-            of.values(
-                st, base, (j * 32 + lane) * of.v_words, of.v_words, of.v_atoms, 0, sv, j * of.v_atoms * 4, w.edge[0],
-                st.a, 0, 4,
-            )  # fmt: skip
+            of.values(st, base, (j * 32 + lane) * of.v_words, j, w.edge[0])
             for i in each(of.v_atoms):
                 for t in each(nt):
                     mma(of.v_kind, st.o, ((j * of.v_atoms + i) * nt + t) * 4, st.a, i * 4, st.b, t * 2)
@@ -223,7 +216,7 @@ def _make_step_macro(f: SimpleNamespace):
         return T.And(found, less(sink_tokens - 1, w.token[0])) if sink_tokens and of is tile else found
 
     @T.macro
-    def step(of, base, head, sv, st, token, end, scale, cap, w, lane):
+    def step(of, base, head, st, token, end, w, lane):
         """One tile, unless none of the warp's rows sees a token of it."""
         w.token[0] = token
         w.end[0] = end
@@ -232,42 +225,18 @@ def _make_step_macro(f: SimpleNamespace):
             w.edge[0] = T.cast(
                 T.Or(less(smaller(w.least[0], w.end[0]), w.token[0] + 16), less(w.token[0], w.most[0])), "int32"
             )
-            scores(of, base, head, st, scale, cap, lane)
+            scores(of, base, head, st, w, lane)
             if w.edge[0] > 0:
                 mask(st, w, lane)
             rescale(st)
-            weigh(of, base, sv, st, w, lane)
+            weigh(of, base, st, w, lane)
 
     return step
 
 
-def build(
-    target,
-    *,
-    k_format: str,
-    v_format: str,
-    head_dim: int,
-    dtype: str,
-    row_tiles: int,
-    warps: int,
-    stages: int,
-    page: int,
-    residual: int,
-    fresh: bool,
-    softcap: bool,
-    sinks: bool,
-    sink_tokens: int = 0,
-    split: bool = False,
-):
-    """The prim_func `main` for tiles of 8 * row_tiles * warps rows.
-
-    Args:
-        dtype: of q and out. row_tiles: groups of 8 rows of a warp. stages: of 64 tokens in the ring.
-        page: tokens of a page, 0 for a contiguous cache. residual: tokens of the f16 residual block, 0 for none.
-        fresh: the new tokens come as unquantized tiles, and the cache holds only those before them.
-        softcap, sinks: whether the logits are capped, and whether each head has a sink.
-        split: CTAs share the tokens of a tile of rows, `tiles` times the parts of them; O and LSE are partial results,
-            f32 [parts, N, Hq, D] and [parts, N, Hq], which prefill_merge.py adds up.
+def build(target, **params: str | int | bool) -> PrimFunc:
+    """The prim_func `main` for tiles of 8 * row_tiles * warps rows; params: the attributes of `Prefill`, of which new
+    tokens are tiles.
 
     Shapes: Q and O [N, Hq, D] in `dtype`, N new tokens of all sequences; KV int32 [pages, Hkv, page words]; TABLE int32
     [B, most pages]; LEN int32 [B], tokens in all, the new ones included; CU int32 [B + 1], where each sequence's new
@@ -278,23 +247,14 @@ def build(
     """
     import tilelang.language as T
 
-    g = Geometry(CacheLayout(k_format, v_format, head_dim, sink_tokens), page, residual, fresh)
-    layout, plain = g.layout, g.plain
-    D, nt, slices = head_dim, row_tiles, head_dim // 16
-    threads, most_rows = warps * 32, 8 * row_tiles * warps
-    total = shared_words(g, stages)
+    p = Prefill(**params)
+    g, layout, plain, nt, slices, stages = p.g, p.layout, p.g.plain, p.row_tiles, p.slices, p.stages
+    threads, total = p.warps * 32, shared_words(g, stages)
     check_memory(target, stages, total)
     table = stages * g.stage_words  # static scales of keys
     tile = make_operand_macros(layout)
-    spare = make_operand_macros(plain) if residual or fresh else None
-    args = arguments(D, dtype, split)
-    rotation = make_rotation(D, D // 4, query_stages(D)) if layout.k.rotation else None
-    back = make_rotation(D, slices * nt * 4, sum_stages(D, nt)) if layout.v.rotation else None
-    f = SimpleNamespace(
-        layout=layout, nt=nt, dtype=dtype, tile=tile, rotation=rotation, back=back, softcap=softcap, sinks=sinks,
-        split=split,
-    )  # fmt: skip
-    rows, step = _make_row_macros(f), _make_step_macro(f)
+    spare = make_operand_macros(plain) if p.residual or p.fresh else None
+    (args, d), step, (limits, load_q, finish) = arguments(p), _make_step_macro(p, tile), _make_row_macros(p, tile)
     source = attention_prelude("cp_async", "pack", extra=sources(layout, *((plain,) if spare else ())))
 
     @T.macro
@@ -304,8 +264,7 @@ def build(
             if less((e * threads + tx) * 4, words):
                 cp_async(ring[at + (e * threads + tx) * 4], at32(start, (e * threads + tx) * 4))
 
-    stream = make_stage_macros(g, most_rows, move)
-    take_share = make_share_macro(g)
+    stream = make_stage_macros(p, d, 8 * nt * p.warps, move)
 
     @T.macro
     def advance(x, ring, w, i, tx):
@@ -323,29 +282,22 @@ def build(
         NEW: args.NEW, SK: args.SK, SV: args.SV, SINK: args.SINK, O: args.O, LSE: args.LSE,
         scale: T.float32, cap: T.float32, window: T.int32, tiles: T.int32,
     ):  # fmt: skip
-        with T.Kernel(args.hk, tiles, args.b, threads=threads, prelude=source) as (h, y, b):
+        with T.Kernel(d.hk, tiles, d.b, threads=threads, prelude=source) as (h, y, b):
             ring = T.alloc_shared((total,), "int32")
             tx = T.get_thread_binding()
             lane = tx % 32
-            sizes = {"o": slices * nt * 4, "s": nt * 4, "m": nt * 2, "l": nt * 2, "x": nt * 2, "f": 2, "p": 4}
-            words = {"q": slices * nt * 2, "a": 32, "b": nt * 2}
-            sizes |= {"rotated": D // 4} if rotation is not None else {}
-            sizes |= {"turned": 1} if rotation is not None or back is not None else {}
-            sv = T.alloc_local((slices * 4 if tile.v_static else 1,), "uint32")
-            st = SimpleNamespace(
-                **{name: T.alloc_local((n,), "float32") for name, n in sizes.items()},
-                **{name: T.alloc_local((n,), "uint32") for name, n in words.items()},
-                **operand_state(), hi=T.alloc_local((nt * 2,), "int32"),
+            x = Tensors(Q, KV, TABLE, LEN, CU, RES, SLOT, NEW, SK, SV, SINK, O, LSE)
+            f32 = {"o": slices * nt * 4, "s": nt * 4, "m": nt * 2, "l": nt * 2, "x": nt * 2, "f": 2, "p": 4}
+            f32 |= {"rotated": p.head_dim // 4} if layout.k.rotated else {}
+            f32 |= {"turned": 1} if layout.k.rotated or layout.v.rotated else {}
+            sv = T.alloc_local((slices * 4 if tile.layout.v.static else 1,), "uint32")
+            st = Buffers(
+                **{name: (n, "float32") for name, n in f32.items()}, q=(slices * nt * 2, "uint32"), a=(32, "uint32"),
+                b=(nt * 2, "uint32"), **STATE, hi=(nt * 2, "int32"), sv=sv,
             )  # fmt: skip
-            ints = {name: T.alloc_local((1,), "int32") for name in (*integers(g, split), *LIMITS)}
-            w = SimpleNamespace(b_=b, h=h, warp=tx // 32, **ints)
-            x = SimpleNamespace(KV=KV, TABLE=TABLE, RES=RES, SLOT=SLOT, NEW=NEW)
-            if split:
-                w.part[0] = T.truncmod(y, args.parts)
-                stream.place(LEN, CU, w, T.truncdiv(y, args.parts), window, args.hq, args.hk)
-                take_share(w, args.parts)
-            else:
-                stream.place(LEN, CU, w, y, window, args.hq, args.hk)
+            w = scalars(*p.integers(), *LIMITS)
+            vars(w).update(b_=b, h=h, warp=tx // 32, scale=scale, cap=cap)
+            stream.begin(x, w, y, window)
             if less(w.row0[0], w.rows[0]):
                 w.count[0] = w.na[0] + w.nb[0] + w.nc[0]
                 w.slot[0] = 0
@@ -359,11 +311,11 @@ def build(
                 for i in each(nt * 2):
                     st.m[i] = T.float32(LOWEST)
                     st.l[i] = 0.0
-                rows.limits(st, w, window, lane)
-                rows.load_q(Q, st, w, lane)
-                if tile.k_static:
+                limits(st, w, window, lane)
+                load_q(Q, st, w, lane)
+                if tile.layout.k.static:
                     tile.share_static(SK, ring, table, h, tx, threads)
-                if tile.v_static:
+                if tile.layout.v.static:
                     tile.load_static(SV, sv, 0, slices, h, lane)
                 if spare is not None:
                     for i in T.serial(w.nb[0] + w.nc[0]):
@@ -372,10 +324,7 @@ def build(
                             base = T.access_ptr(
                                 ring[w.slot[0] * g.stage_words + r * plain.tile_words], "r", plain.tile_words
                             )
-                            step(
-                                spare, base, base, sv, st, stream.token(w, i) + r * 16, stream.end(w, i), scale, cap, w,
-                                lane,
-                            )  # fmt: skip
+                            step(spare, base, base, st, stream.token(w, i) + r * 16, stream.end(w, i), w, lane)
                         w.slot[0] = T.if_then_else(w.slot[0] == stages - 1, 0, w.slot[0] + 1)
                 for i in T.serial(w.nb[0] + w.nc[0], w.count[0]):
                     advance(x, ring, w, i, tx)
@@ -383,10 +332,10 @@ def build(
                         at = w.slot[0] * g.stage_words
                         step(
                             tile, T.access_ptr(ring[at + g.tile_at(r)], "r", layout.tile_words),
-                            T.access_ptr(ring[table if tile.k_static else at + g.channel_at(r)], "r", 1),
-                            sv, st, stream.token(w, i) + r * 16, w.packed[0], scale, cap, w, lane,
+                            T.access_ptr(ring[table if tile.layout.k.static else at + g.channel_at(r)], "r", 1),
+                            st, stream.token(w, i) + r * 16, w.packed[0], w, lane,
                         )  # fmt: skip
                     w.slot[0] = T.if_then_else(w.slot[0] == stages - 1, 0, w.slot[0] + 1)
-                rows.finish(O, LSE, SINK, st, w, lane)
+                finish(O, LSE, SINK, st, w, lane)
 
     return main

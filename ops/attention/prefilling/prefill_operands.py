@@ -5,24 +5,25 @@ token, so it scales the fragment: value = fma(code, scale, zero) in f16, as Turb
 from converters that leave the exact integer; they read the fields in the order of the packed layout's own converter.
 """
 
-from types import SimpleNamespace
+from typing import NamedTuple
 
-from terrazzo.layouts.converters import get_converter
+from terrazzo.layouts.converters import Converter, get_converter
 from terrazzo.lowering.errors import LayoutError
 from terrazzo.ops.attention.cache.layout import CacheLayout
 from terrazzo.ops.attention.device.calls import at32, byte_perm, hfma2, load_words
 from terrazzo.ops.attention.device.tile_macros import each
-from terrazzo.ops.formats.kv import STORAGES, KVFormat
+from terrazzo.ops.products.kv import KVFormat
 from terrazzo.ops.tiles.calls import mma_kind, pack2
+from terrazzo.ops.tiles.types import Expr, Macro
 
 
-def exact_converter(fmt: KVFormat):
+def exact_converter(fmt: KVFormat) -> Converter:
     """The converter of a format whose registers hold the codes themselves.
 
     Raises:
         LayoutError: it reads the fields in another order than the packed layout has them.
     """
-    found = get_converter(STORAGES[fmt.storage].exact)
+    found = fmt.exact
     if found.pos_map != fmt.converter.pos_map or any(found.scale_exp2) or any(found.bias):
         raise LayoutError("converter", found.name, f"does not read {fmt.name} as it is packed", "use another")
     return found
@@ -34,35 +35,70 @@ def sources(*layouts: CacheLayout) -> tuple[str, ...]:
     return tuple(get_converter(name).device_source for name in sorted(found))
 
 
-def operand_state() -> dict:
-    """Registers: loaded words, a converted load, parameters of keys (scale, zero of tokens g and g + 8) and of values
-    (of token pairs 2t and 2t + 8), masks of those pairs, channel parameters."""
-    import tilelang.language as T
-
-    sizes = {"w": 4, "t": 32, "kp": 4, "vp": 4, "keep": 2, "ch": 8}
-    return {name: T.alloc_local((n,), "uint32") for name, n in sizes.items()}
-
-
-def make_operand_macros(layout: CacheLayout) -> SimpleNamespace:
+class Operands(NamedTuple):
     """Macros of one tile at address `base`: `key_params`, `keys` (one load of a lane), `value_params`, `guard` and
-    `values` (atoms of one load). Attributes: k_loads, k_atoms, v_loads, v_atoms: loads of a lane, 16 x 16 atoms of
-    each.
+    `values` (atoms of one load). k_loads, k_atoms, v_loads, v_atoms: loads of a lane, 16 x 16 atoms of each.
 
     Channel parameters, and static scales of keys in their order, are read from address `head`; static scales of values
-    are the caller's words sv [atom, half, (scale, zero)].
+    are words st.sv [atom, half, (scale, zero)].
+
+    `STATE` are registers of st, which has a [32], too: loaded words, a converted load, parameters of keys (scale, zero
+    of tokens g and g + 8) and of values (of token pairs 2t and 2t + 8), masks of those pairs, channel parameters.
     """
+
+    layout: CacheLayout
+    key_params: Macro
+    keys: Macro
+    value_params: Macro
+    guard: Macro
+    values: Macro
+    share_static: Macro
+    load_static: Macro
+
+    @property
+    def k_atoms(self) -> int:
+        return self.layout.k_layout.block_k // 16
+
+    @property
+    def k_loads(self) -> int:
+        return self.layout.head_dim // 16 // self.k_atoms
+
+    @property
+    def v_atoms(self) -> int:
+        return self.layout.v_layout.block_rows // 16
+
+    @property
+    def v_loads(self) -> int:
+        return self.layout.head_dim // 16 // self.v_atoms
+
+    @property
+    def v_words(self) -> int:
+        return self.layout.v_layout.load_words
+
+    @property
+    def k_kind(self) -> str:
+        return mma_kind(self.layout.k.operand)
+
+    @property
+    def v_kind(self) -> str:
+        return mma_kind(self.layout.v.operand)
+
+
+STATE = {name: (n, "uint32") for name, n in dict(w=4, t=32, kp=4, vp=4, keep=2, ch=8).items()}
+
+
+def make_operand_macros(layout: CacheLayout) -> Operands:
+    """Those of tiles of a layout."""
     import tilelang.language as T
 
     k, v, params = layout.k, layout.v, layout.token_params
-    kl, vl = layout.k_layout, layout.v_layout
     k_cvt, v_cvt = exact_converter(k), exact_converter(v)
-    k_atoms, v_atoms = kl.block_k // 16, vl.block_rows // 16
-    k_words, v_words = kl.load_words, vl.load_words
-    slices = layout.head_dim // 16
-    k_token, v_token = k.scaling == "token", v.scaling == "token"
-    by_channel, v_static = k.scaling in ("channel", "static"), v.scaling == "static"
+    k_atoms, k_words = layout.k_layout.block_k // 16, layout.k_layout.load_words
+    v_atoms, v_words = layout.v_layout.block_rows // 16, layout.v_layout.load_words
+    k_token, v_token = k.token_wise, v.token_wise
+    by_channel, v_static = k.scaling in ("channel", "static"), v.static
 
-    def permute(a, b, select: int):
+    def permute(a: Expr, b: Expr, select: int) -> Expr:
         return byte_perm(a, b, T.uint32(select))
 
     @T.macro
@@ -85,8 +121,8 @@ def make_operand_macros(layout: CacheLayout) -> SimpleNamespace:
                 st.kp[e * 2 + 1] = permute(st.w[e], st.w[e], 0x3232)
 
     @T.macro
-    def keys(st, base, head, j, a, at, lane):
-        """Load j, k_atoms k16 slices of 16 tokens, to registers a[at ..]."""
+    def keys(st, base, head, j, lane):
+        """Load j, k_atoms k16 slices of 16 tokens, to registers a."""
         convert(st, k_cvt, at32(base, (j * 32 + lane) * k_words), k_words)
         for i in each(k_atoms):
             if by_channel:
@@ -99,11 +135,12 @@ def make_operand_macros(layout: CacheLayout) -> SimpleNamespace:
                         )
             for r in each(4):
                 if by_channel:
-                    a[at + i * 4 + r] = hfma2(st.t[i * 4 + r], st.ch[i % 2 * 2 + r // 2], st.ch[4 + i % 2 * 2 + r // 2])
+                    at = i % 2 * 2 + r // 2
+                    st.a[i * 4 + r] = hfma2(st.t[i * 4 + r], st.ch[at], st.ch[4 + at])
                 elif k_token:
-                    a[at + i * 4 + r] = hfma2(st.t[i * 4 + r], st.kp[r % 2 * 2], st.kp[r % 2 * 2 + 1])
+                    st.a[i * 4 + r] = hfma2(st.t[i * 4 + r], st.kp[r % 2 * 2], st.kp[r % 2 * 2 + 1])
                 else:
-                    a[at + i * 4 + r] = st.t[i * 4 + r]
+                    st.a[i * 4 + r] = st.t[i * 4 + r]
 
     @T.macro
     def value_params(st, base, lane):
@@ -132,28 +169,22 @@ def make_operand_macros(layout: CacheLayout) -> SimpleNamespace:
                 st.vp[e * 2 + 1] = st.vp[e * 2 + 1] & st.keep[e]
 
     @T.macro
-    def values(st, base, offset, words, atoms, odd, sv, sv_at, guarded, a, at, stride):
-        """`atoms` atoms of `words` words at `offset` of a lane's load, to a[at + atom * stride ..]; half a word holds
-        an atom where codes have two bits: `odd` then picks it."""
-        convert(st, v_cvt, at32(base, layout.k_words + offset), words)
-        for i in each(atoms):
+    def values(st, base, offset, j, guarded):
+        """Load j, whose words begin at `offset`: all of its atoms, to registers a."""
+        convert(st, v_cvt, at32(base, layout.k_words + offset), v_words)
+        for i in each(v_atoms):
             for r in each(4):
-                to = at + i * stride + r
-                if v_cvt.outputs * words > 4 * atoms:
-                    a[to] = st.t[odd * 4 + r] if isinstance(odd, int) else T.if_then_else(
-                        odd > 0, st.t[4 + r], st.t[r]
-                    )  # fmt: skip
-                else:
-                    a[to] = st.t[i * 4 + r]
+                to, sv = i * 4 + r, (j * v_atoms + i) * 4 + r % 2 * 2
+                st.a[to] = st.t[to]
                 if v_token:
-                    a[to] = hfma2(a[to], st.vp[r // 2 * 2], st.vp[r // 2 * 2 + 1])
+                    st.a[to] = hfma2(st.a[to], st.vp[r // 2 * 2], st.vp[r // 2 * 2 + 1])
                 elif v_static:
-                    a[to] = hfma2(a[to], sv[sv_at + i * 4 + r % 2 * 2], sv[sv_at + i * 4 + r % 2 * 2 + 1])
+                    st.a[to] = hfma2(st.a[to], st.sv[sv], st.sv[sv + 1])
         if not v_token:
             if guarded > 0:
-                for i in each(atoms):
+                for i in each(v_atoms):
                     for r in each(4):
-                        a[at + i * stride + r] = a[at + i * stride + r] & st.keep[r // 2]
+                        st.a[i * 4 + r] = st.a[i * 4 + r] & st.keep[r // 2]
 
     @T.macro
     def share_static(SK, ring, at, h, tx, threads):
@@ -181,10 +212,4 @@ def make_operand_macros(layout: CacheLayout) -> SimpleNamespace:
                         bf16=False,
                     )
 
-    return SimpleNamespace(
-        key_params=key_params, keys=keys, value_params=value_params, guard=guard, values=values,
-        share_static=share_static, load_static=load_static, k_atoms=k_atoms, k_loads=slices // k_atoms,
-        v_atoms=v_atoms, v_words=v_words, v_loads=slices // v_atoms, v_static=v_static, k_static=k.scaling == "static",
-        by_channel=by_channel, k_bf16=k.operand == "bfloat16", v_bf16=v.operand == "bfloat16",
-        k_kind=mma_kind(k.operand), v_kind=mma_kind(v.operand),
-    )  # fmt: skip
+    return Operands(layout, key_params, keys, value_params, guard, values, share_static, load_static)

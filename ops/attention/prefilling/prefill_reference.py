@@ -26,14 +26,9 @@ ROWS = 256  # new tokens at a time: bounds the temporary memory
 
 
 def prefill(
-    q: torch.Tensor,
-    cache: PackedCache,
-    cu_seqlens: torch.Tensor,
-    options: Options | None = None,
-    k: torch.Tensor | None = None,
-    v: torch.Tensor | None = None,
-    bounded: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, cache: PackedCache, cu_seqlens: torch.Tensor, options: Options | None = None,
+    k: torch.Tensor | None = None, v: torch.Tensor | None = None, bounded: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out [N, Hq, D], lse [N, Hq], bound [N, Hq, D]), float64, of `prefill` with the same arguments; see `bound_of`.
 
     Without `bounded`, which takes most of the time, the bound is 0.
@@ -87,14 +82,9 @@ def _parts(cache: PackedCache, sequence: int, head: int):
 
 
 def bound_of(
-    q: torch.Tensor,
-    cache: PackedCache,
-    keys: torch.Tensor,
-    parts: list,
-    out: torch.Tensor,
-    weights: torch.Tensor,
+    q: torch.Tensor, cache: PackedCache, keys: torch.Tensor, parts: list, out: torch.Tensor, weights: torch.Tensor,
     options: Options,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Bound of |kernel - out| [q_len, G, D] for one head.
 
     The programs round where decode does (reference.forward_error_bound), or each dequantized key and value to the
@@ -109,7 +99,7 @@ def bound_of(
     keys = rotated_exactly(keys) if layout.k.rotation else keys
     out = rotated_exactly(out) if layout.v.rotation else out
     steps, zeros, _ = parts[0]
-    uv = UNIT_ROUNDOFF[layout.v.operand] * (1 if layout.v.scaling == "none" else 3)
+    uv = UNIT_ROUNDOFF[layout.v.operand] * (1 if layout.v.plain else 3)
     quantized = float(layout.k.scaling != "none" or layout.k.operand != str(q.dtype).removeprefix("torch."))
     ground = (layout.head_dim / 16 + 8) * 2.0**-22
     d = scale * ground * torch.einsum("qgd,td->qgt", a, steps + zeros)

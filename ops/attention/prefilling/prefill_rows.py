@@ -4,53 +4,52 @@ memory as wgmma reads it.
 `w` is a program's state of integers (prefill_stages.INTEGERS and its own), one-element buffers; h, the kv head.
 """
 
-from types import SimpleNamespace
-
 from terrazzo.ops.attention.device.calls import at8, load_words, store_words
 from terrazzo.ops.attention.device.rotation_macros import make_rotation, row_stages
 from terrazzo.ops.attention.device.tile_macros import each, less
 from terrazzo.ops.tiles.calls import pack2, unpack
+from terrazzo.ops.tiles.types import Buffers, Call, Expr, Macro
 
 ALL = 1 << 30
 """Tokens that a row without a window sees."""
 
 
-def span(window):
+def span(window: Expr) -> Expr:
     """The newest tokens that a row sees, itself included; window 0: all."""
     import tilelang.language as T
 
     return T.if_then_else(window > 0, window, ALL)
 
 
-def seen_by(w, row):
+def seen_by(w: Buffers, row: Expr) -> Expr:
     """The tokens of the sequence that a row sees without a window."""
     import tilelang.language as T
 
     return w.before[0] + T.truncdiv(row, w.group[0]) + 1
 
 
-def query_of(w, row):
+def query_of(w: Buffers, row: Expr) -> Expr:
     """The new token, counted through all sequences, of a row of the CTA's sequence."""
     import tilelang.language as T
 
     return w.first[0] + T.truncdiv(row, w.group[0])
 
 
-def head_of(w, row):
+def head_of(w: Buffers, row: Expr) -> Expr:
     """The query head of a row."""
     import tilelang.language as T
 
     return w.h * w.group[0] + T.truncmod(row, w.group[0])
 
 
-def swizzled(row, chunk):
+def swizzled(row: Expr, chunk: Expr) -> Expr:
     """Byte of 16-byte chunk `chunk` of row `row` in a tile of 128-byte rows, as wgmma reads it."""
     import tilelang.language as T
 
     return row * 128 + T.bitwise_xor(chunk, row % 8) * 16
 
 
-def make_q_macros(rows: int, head_dim: int, bf16: bool, k_bf16: bool, rotated: bool = False) -> SimpleNamespace:
+def make_q_macros(rows: int, head_dim: int, bf16: bool, k_bf16: bool, rotated: bool) -> tuple[Macro, Call]:
     """Macro `load_q` of `rows` rows of each warpgroup w.wg, and the place `in_q` of a piece of them.
 
     Q in shared memory is [warpgroups, head_dim / 64, rows, 64], from word 0 of int32 `space` on: K-major tiles of 64
@@ -88,4 +87,4 @@ def make_q_macros(rows: int, head_dim: int, bf16: bool, k_bf16: bool, rotated: b
                 rotation.to_words(st.rotated, st.w, lambda i: i, False)
             store_words(4, at8(space[0], in_q(row, chunk, w), "w"), st.w)
 
-    return SimpleNamespace(load_q=load_q, in_q=in_q)
+    return load_q, in_q

@@ -16,29 +16,29 @@ serialize all of them.
 The running maximum is lazy, for each warp: its sums are rescaled when a score exceeds it by 2^4.
 """
 
-from types import SimpleNamespace
-
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.attention.cache.layout import CacheLayout
 from terrazzo.ops.attention.device.calls import among, any_lane, at8, ex2, fma, log2, tanh, uniform, xor_shuffle
 from terrazzo.ops.attention.device.primitives import attention_prelude
 from terrazzo.ops.attention.device.rotation_macros import make_rotation, row_sum_stages
 from terrazzo.ops.attention.device.tile_macros import LOWEST, THRESHOLD, each, less, smaller
 from terrazzo.ops.attention.prefilling.prefill_converters import (
+    Bars,
+    Shared,
     make_buffer_macros,
     make_converter_macro,
     make_store_macro,
     piece,
 )
-from terrazzo.ops.attention.prefilling.prefill_operands import make_operand_macros, operand_state, sources
+from terrazzo.ops.attention.prefilling.prefill_operands import STATE, Operands, make_operand_macros, sources
 from terrazzo.ops.attention.prefilling.prefill_rows import head_of, make_q_macros, query_of, seen_by, span
 from terrazzo.ops.attention.prefilling.prefill_stages import (
     STAGE,
     Geometry,
+    Prefill,
+    Stream,
+    Tensors,
     arguments,
     check_memory,
-    integers,
-    make_share_macro,
     make_stage_macros,
 )
 from terrazzo.ops.tiles.calls import (
@@ -54,13 +54,15 @@ from terrazzo.ops.tiles.calls import (
     wgmma,
 )
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
+from terrazzo.ops.tiles.types import Buffers, Call, Macro, PrimFunc, scalars
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 ROWS = 64  # of a warpgroup: the m64 of its products
 REGISTERS = {1: (128, 240), 2: (88, 208), 3: (56, 152)}  # consumer warpgroups -> a converter's, a consumer's
+NT = STAGE // 8  # n8 tiles of S
 OTHERS = 28
 """Registers of a consumer beside sums, weights and Q: with fewer left, 192 rows spill."""
-STATE = ("count", "slot", "parity", "to", "turn", "least", "high", "query", "head", "edge", "token", "end")
+STATE_OF_ROWS = ("count", "slot", "parity", "to", "turn", "least", "high", "query", "head", "edge", "token", "end")
 _SOURCE = """\
 __device__ __forceinline__ void *tz_at8(const void *p, int at) { return (char *)p + at; }
 """
@@ -80,16 +82,16 @@ def held_slices(head_dim: int, wgs: int) -> int:
 
 def shared_words(g: Geometry, wgs: int, stages: int, buffers: int) -> int:
     """int32 words of shared memory: Q, operands, static scales of keys, the ring."""
-    static = g.layout.head_dim if g.layout.k.scaling == "static" else 0
+    static = g.layout.head_dim if g.layout.k.static else 0
     return operand_words(g.layout.head_dim, wgs, buffers) + static + stages * g.stage_words
 
 
-def _make_product_macros(f: SimpleNamespace):
+def _make_product_macros(f: Shared, tile: Operands, in_q: Call) -> tuple[Macro, Macro, Macro, Macro]:
     """Macros `limits`, `hold_q`, `scores` and `weigh`: what rows see, and their products."""
     import tilelang.language as T
 
-    D, slices, mt, nt, stage_bytes = f.D, f.slices, f.mt, f.nt, f.stage_bytes
-    keys_at, values_at, held, tile, qs = f.keys_at, f.values_at, f.held, f.tile, f.qs
+    D, slices, mt, held = f.of.head_dim, f.of.slices, f.of.head_dim // 64, held_slices(f.of.head_dim, f.wgs)
+    stage_bytes, keys_at, values_at, nt = f.stage_bytes, f.keys_at, f.values_at, NT
 
     @T.macro
     def limits(st, w, lane):
@@ -106,7 +108,7 @@ def _make_product_macros(f: SimpleNamespace):
         """The first slices of the warp's rows of Q as operand registers."""
         for j in each(held):
             row = w.warp * 16 + lane // 8 % 2 * 8 + lane % 8
-            ldmatrix4(st.q[j * 4], at8(space[0], qs.in_q(row, j * 2 + lane // 16, w)))
+            ldmatrix4(st.q[j * 4], at8(space[0], in_q(row, j * 2 + lane // 16, w)))
         T.warpgroup_fence_operand(st.q, 0, held * 4)
 
     @T.macro
@@ -138,15 +140,14 @@ def _make_product_macros(f: SimpleNamespace):
             wgmma(D, (tile.v_kind, tile.v_kind), st.o, 0, st.p, r * 4, across, at, k_major=False)
         T.warpgroup_commit_batch()
 
-    return SimpleNamespace(limits=limits, hold_q=hold_q, scores=scores, weigh=weigh)
+    return limits, hold_q, scores, weigh
 
 
-def _make_softmax_macros(f: SimpleNamespace):
+def _make_softmax_macros(p: Prefill, tile: Operands, stream: Stream) -> tuple[Macro, Macro]:
     """Macros `softmax` and `take`: scores to weights, and weights to an operand."""
     import tilelang.language as T
 
-    D, nt, tile, stream, softcap = f.D, f.nt, f.tile, f.stream, f.softcap
-    sink_tokens = f.g.layout.sink_tokens
+    D, nt, softcap, sink_tokens = p.head_dim, NT, p.softcap, p.sink_tokens
 
     def inside(w, at):
         """Whether the stage has token `at`."""
@@ -178,7 +179,7 @@ def _make_softmax_macros(f: SimpleNamespace):
                     )
 
     @T.macro
-    def softmax(st, scale, cap, w, i, lane):
+    def softmax(st, w, i, lane):
         """Weights of stage i in place of its scores, and the factors of what was summed before."""
         stream.locate(w, i)
         if sink_tokens:  # the first packed tokens are read from the ring
@@ -186,7 +187,7 @@ def _make_softmax_macros(f: SimpleNamespace):
         w.edge[0] = T.cast(outside(w), "int32")
         if softcap:
             for e in each(nt * 4):
-                st.s[e] = cap * tanh(st.s[e] * scale / cap)
+                st.s[e] = w.cap * tanh(st.s[e] * w.scale / w.cap)
         if w.edge[0] > 0:
             mask(st, w, lane)
         for half in each(2):
@@ -196,7 +197,7 @@ def _make_softmax_macros(f: SimpleNamespace):
             for d in each(2):
                 st.x[0] = T.max(st.x[0], xor_shuffle(st.x[0], 1 << d))
             if not softcap:  # the scale is positive
-                st.x[0] = st.x[0] * scale
+                st.x[0] = st.x[0] * w.scale
             st.x[1] = T.if_then_else(st.x[0] > st.m[half] + T.float32(THRESHOLD), st.x[0], st.m[half])
             st.f[half] = ex2(st.m[half] - st.x[1])
             st.m[half] = st.x[1]
@@ -204,7 +205,7 @@ def _make_softmax_macros(f: SimpleNamespace):
             for j in each(nt):
                 for e in each(2):
                     at = j * 4 + half * 2 + e
-                    st.s[at] = ex2(st.s[at] - st.m[half] if softcap else fma(st.s[at], scale, -st.m[half]))
+                    st.s[at] = ex2(st.s[at] - st.m[half] if softcap else fma(st.s[at], w.scale, -st.m[half]))
                     st.l[half] = st.l[half] + st.s[at]
 
     @T.macro
@@ -214,20 +215,20 @@ def _make_softmax_macros(f: SimpleNamespace):
             for i in each(D // 2):
                 st.o[i] = st.o[i] * st.f[i % 4 // 2]
         for i in each(nt * 2):
-            st.p[i] = pack2(st.s[i * 2], st.s[i * 2 + 1], bf16=tile.v_bf16)
+            st.p[i] = pack2(st.s[i * 2], st.s[i * 2 + 1], bf16=tile.layout.v.bf16)
 
     return softmax, take
 
 
-def _make_consumer_macro(f: SimpleNamespace, scores, weigh, softmax, take):
+def _make_consumer_macro(f: Shared, scores: Macro, weigh: Macro, softmax: Macro, take: Macro) -> Macro:
     """Macro `consume`: all stages of a warpgroup's rows."""
     import tilelang.language as T
 
-    D, wgs, nt, buffers, turn = f.D, f.wgs, f.nt, f.buffers, make_buffer_macros(f.buffers)
-    following, advance = turn.following, turn.advance
+    D, wgs, nt, buffers = f.of.head_dim, f.wgs, NT, f.of.buffers
+    following, advance = make_buffer_macros(buffers)
 
     @T.macro
-    def consume(desc, across, bars, st, scale, cap, w, lane):
+    def consume(desc, across, bars, st, w, lane):
         """All stages; at the top of the loop the weights of stage i are in st.s, and its values in buffer w.to."""
         if wgs > 1:
             if w.wg == wgs - 1:
@@ -238,7 +239,7 @@ def _make_consumer_macro(f: SimpleNamespace, scores, weigh, softmax, take):
         T.warpgroup_fence_operand(st.s, 0, nt * 4)
         if lane == 0:
             T.barrier_arrive(bars.keys_free[0])
-        softmax(st, scale, cap, w, 0, lane)
+        softmax(st, w, 0, lane)
         for i in T.serial(w.count[0] - 1):
             take(st)
             T.barrier_wait(bars.keys[following(w)], w.turn[0] ^ T.cast(w.to[0] == buffers - 1, "int32"))
@@ -255,7 +256,7 @@ def _make_consumer_macro(f: SimpleNamespace, scores, weigh, softmax, take):
             T.warpgroup_fence_operand(st.s, 0, nt * 4)
             if lane == 0:
                 T.barrier_arrive(bars.keys_free[following(w)])
-            softmax(st, scale, cap, w, i + 1, lane)
+            softmax(st, w, i + 1, lane)
             T.warpgroup_wait(0)
             T.warpgroup_fence_operand(st.o, 0, D // 2)
             if lane == 0:
@@ -273,13 +274,14 @@ def _make_consumer_macro(f: SimpleNamespace, scores, weigh, softmax, take):
     return consume
 
 
-def _make_result_macro(f: SimpleNamespace):
+def _make_result_macro(p: Prefill, in_q: Call) -> Macro:
     """Macro `finish`: a warpgroup's results, or partial ones."""
     import tilelang.language as T
 
     store_atom = make_store_macro()
-    D, slices, mt, row_chunks, bf16 = f.D, f.slices, f.mt, f.row_chunks, f.bf16
-    qs, back, sinks, split = f.qs, f.back, f.sinks, f.split
+    D, slices, mt, row_chunks, bf16 = p.head_dim, p.slices, p.head_dim // 64, p.head_dim // 8, p.bf16
+    sinks, split, result_of = p.sinks, p.split, p.result_of
+    back = make_rotation(D, D // 2, row_sum_stages(D)) if p.layout.v.rotation else None
 
     @T.macro
     def store_rows(O, space, st, w, lane):
@@ -299,11 +301,7 @@ def _make_result_macro(f: SimpleNamespace):
             if less(w.row0[0] + w.wg * ROWS + row, w.rows[0]):
                 w.query[0] = query_of(w, w.row0[0] + w.wg * ROWS + row)
                 w.head[0] = head_of(w, w.row0[0] + w.wg * ROWS + row)
-                copy16(O[w.query[0], w.head[0], chunk * 8], at8(space[0], qs.in_q(row, chunk, w), "w"))
-
-    def result_of(w):
-        """Where the results of row w.query, w.head are."""
-        return (w.part[0], w.query[0], w.head[0]) if split else (w.query[0], w.head[0])
+                copy16(O[w.query[0], w.head[0], chunk * 8], at8(space[0], in_q(row, chunk, w), "w"))
 
     @T.macro
     def finish(O, LSE, SINK, space, st, w, lane):
@@ -341,53 +339,28 @@ def _make_result_macro(f: SimpleNamespace):
     return finish
 
 
-def build(
-    target,
-    *,
-    k_format: str,
-    v_format: str,
-    head_dim: int,
-    dtype: str,
-    row_tiles: int,
-    warps: int,
-    stages: int,
-    buffers: int,
-    page: int,
-    residual: int,
-    fresh: bool,
-    softcap: bool,
-    sinks: bool,
-    sink_tokens: int = 0,
-    split: bool = False,
-):
-    """The prim_func `main` for tiles of 16 * warps rows; arguments, shapes as in prefill_mma.build, but NEW holds the
-    images of new tokens (new_tokens_program.py).
-
-    Args:
-        row_tiles: 8, the groups of 8 rows of a warpgroup. warps: of consumers, 4, 8 or 12. buffers: of operands, 2 or
-            more.
+def build(target, **params: str | int | bool) -> PrimFunc:
+    """The prim_func `main` for tiles of 16 * warps rows; params: the attributes of `Prefill`, row_tiles 8, 4, 8 or 12
+    warps and 2 buffers or more; shapes as in prefill_mma.build, but NEW holds the images of new tokens
+    (new_tokens_program.py).
     """
     import tilelang.language as T
 
-    g = Geometry(CacheLayout(k_format, v_format, head_dim, sink_tokens), page, residual, fresh, images=fresh)
-    layout, plain = g.layout, g.plain
-    D, slices, wgs, mt = head_dim, head_dim // 16, warps // 4, head_dim // 64
-    ct, nt, row_chunks = warps * 32, STAGE // 8, head_dim // 8  # consumer threads; n8 tiles of S; 16 bytes of a row
-    total = shared_words(g, wgs, stages, buffers)
-    if warps not in (4, 8, 12) or row_tiles * 8 != ROWS:
-        raise ArgumentError("warps", (warps, row_tiles), "4, 8 or 12 warps, 8 row tiles", "use 8 and 8")
+    p = Prefill(**params)
+    g, layout, plain, D, slices, stages, buffers = p.g, p.layout, p.g.plain, p.head_dim, p.slices, p.stages, p.buffers
+    warps, wgs, ct, nt = p.warps, p.warps // 4, p.warps * 32, NT  # ct: consumer threads
+    total, held = shared_words(g, wgs, stages, buffers), held_slices(D, wgs)
+    if warps not in (4, 8, 12) or p.row_tiles * 8 != ROWS:
+        raise ArgumentError("warps", (warps, p.row_tiles), "4, 8 or 12 warps, 8 row tiles", "use 8 and 8")
     check_memory(target, stages, total)
-    stage_bytes = STAGE * D * 2  # of keys, and of values
-    keys_at, values_at = wgs * ROWS * D * 2, (wgs * ROWS + buffers * STAGE) * D * 2
-    table = operand_words(D, wgs, buffers)  # static scales of keys
-    ring_at = total - stages * g.stage_words
-    held = held_slices(D, wgs)
-    bf16 = dtype == "bfloat16"
+    f = Shared(
+        p, wgs * ROWS * D * 2, (wgs * ROWS + buffers * STAGE) * D * 2, operand_words(D, wgs, buffers),
+        total - stages * g.stage_words, total,
+    )  # fmt: skip
     tile = make_operand_macros(layout)
-    spare = make_operand_macros(plain) if residual else None
-    args = arguments(D, dtype, split)
-    qs = make_q_macros(ROWS, D, bf16, tile.k_bf16, bool(layout.k.rotation))
-    back = make_rotation(D, D // 2, row_sum_stages(D)) if layout.v.rotation else None
+    spare = make_operand_macros(plain) if p.residual else None
+    args, d = arguments(p)
+    load_q, in_q = make_q_macros(ROWS, D, p.bf16, tile.layout.k.bf16, bool(layout.k.rotation))
     source = attention_prelude(
         "pack", "bulk", "lds", "warpgroup", "stmatrix", "stmatrix_trans", "ldmatrix", *(["turns"] if wgs > 1 else []),
         extra=(_SOURCE, *sources(layout, *((plain,) if spare else ()))),
@@ -395,19 +368,14 @@ def build(
 
     @T.macro
     def move(ring, at, start, words, most, io):
-        T.mbarrier_expect_tx(io.full[io.slot[0]], words * 4)
-        bulk(ring[at], start, words * 4, io.full[io.slot[0]])
+        """By one thread; io: the barriers of the ring, and the register that names one of them."""
+        T.mbarrier_expect_tx(io[0][io[1][0]], words * 4)
+        bulk(ring[at], start, words * 4, io[0][io[1][0]])
 
-    stream = make_stage_macros(g, ROWS * wgs, move)
-    take_share = make_share_macro(g)
-    f = SimpleNamespace(
-        g=g, D=D, slices=slices, wgs=wgs, mt=mt, ct=ct, nt=nt, row_chunks=row_chunks, stage_bytes=stage_bytes,
-        keys_at=keys_at, values_at=values_at, table=table, ring_at=ring_at, held=held, bf16=bf16, tile=tile,
-        spare=spare, stream=stream, qs=qs, back=back, buffers=buffers, stages=stages, softcap=softcap, sinks=sinks,
-        split=split,
-    )  # fmt: skip
-    products, produce, finish = _make_product_macros(f), make_converter_macro(f), _make_result_macro(f)
-    consume = _make_consumer_macro(f, products.scores, products.weigh, *_make_softmax_macros(f))
+    stream = make_stage_macros(p, d, ROWS * wgs, move)
+    limits, hold_q, scores, weigh = _make_product_macros(f, tile, in_q)
+    produce, finish = make_converter_macro(f, tile, spare, stream), _make_result_macro(p, in_q)
+    consume = _make_consumer_macro(f, scores, weigh, *_make_softmax_macros(p, tile, stream))
 
     @T.prim_func
     def main(
@@ -415,58 +383,50 @@ def build(
         NEW: args.NEW, SK: args.SK, SV: args.SV, SINK: args.SINK, O: args.O, LSE: args.LSE,
         scale: T.float32, cap: T.float32, window: T.int32, tiles: T.int32,
     ):  # fmt: skip
-        with T.Kernel(args.hk, tiles, args.b, threads=ct + 128, prelude=source) as (h, y, b):
+        with T.Kernel(d.hk, tiles, d.b, threads=ct + 128, prelude=source) as (h, y, b):
             space = T.alloc_shared((total,), "int32")
             full = T.alloc_barrier([1] * stages)
             keys = T.alloc_barrier([4] * buffers)
             values = T.alloc_barrier([4] * buffers)
             keys_free = T.alloc_barrier([warps] * buffers)
             values_free = T.alloc_barrier([warps] * buffers)
-            bars = SimpleNamespace(full=full, keys=keys, values=values, keys_free=keys_free, values_free=values_free)
+            bars = Bars(full, keys, values, keys_free, values_free)
             tx = T.get_thread_binding()
             lane = tx % 32
-            sizes = {"o": D // 2, "s": nt * 4, "m": 2, "l": 2, "f": 2, "x": 2}
-            sizes |= {"rotated": 8} if layout.k.rotated else {}
-            sizes |= {"turned": 1} if layout.k.rotated or layout.v.rotated else {}
-            words = {"p": nt * 2, "a": 32, "q": max(1, held * 4)}
-            st = SimpleNamespace(
-                **{name: T.alloc_local((n,), "float32") for name, n in sizes.items()},
-                **{name: T.alloc_local((n,), "uint32") for name, n in words.items()},
-                **operand_state(), hi=T.alloc_local((2,), "int32"),
+            f32 = {"o": D // 2, "s": nt * 4, "m": 2, "l": 2, "f": 2, "x": 2}
+            f32 |= {"rotated": 8} if layout.k.rotated else {}
+            f32 |= {"turned": 1} if layout.k.rotated or layout.v.rotated else {}
+            st = Buffers(
+                **{name: (n, "float32") for name, n in f32.items()}, p=(nt * 2, "uint32"), a=(32, "uint32"),
+                q=(max(1, held * 4), "uint32"), **STATE, hi=(2, "int32"),
             )  # fmt: skip
-            sv = T.alloc_local((slices * 4 if tile.v_static else 1,), "uint32")
+            sv = T.alloc_local((slices * 4 if tile.layout.v.static else 1,), "uint32")
+            vars(st).update(sv=sv)
             desc = T.alloc_wgmma_desc()
             across = T.alloc_wgmma_desc()
-            ints = {name: T.alloc_local((1,), "int32") for name in (*integers(g, split), *STATE)}
-            ints |= {"from_": T.alloc_local((1,), "int32")} if sink_tokens else {}
-            if not (residual or fresh):
-                ints["end"] = ints["packed"]
+            w = scalars(*p.integers(), *STATE_OF_ROWS, *(["from_"] if p.sink_tokens else []))
+            if not (p.residual or p.fresh):
+                vars(w).update(end=w.packed)
             wg = T.alloc_local((1,), "int32")
             wg[0] = uniform(tx // 128)
-            w = SimpleNamespace(b_=b, space=space, window=window, h=h, wg=wg[0], warp=tx // 32 % 4, **ints)
-            x = SimpleNamespace(KV=KV, TABLE=TABLE, RES=RES, SLOT=SLOT, NEW=NEW)
-            if split:
-                w.part[0] = T.truncmod(y, args.parts)
-                stream.place(LEN, CU, w, T.truncdiv(y, args.parts), window, args.hq, args.hk)
-                take_share(w, args.parts)
-            else:
-                stream.place(LEN, CU, w, y, window, args.hq, args.hk)
+            vars(w).update(b_=b, space=space, window=window, h=h, wg=wg[0], warp=tx // 32 % 4, scale=scale, cap=cap)
+            x = Tensors(Q, KV, TABLE, LEN, CU, RES, SLOT, NEW, SK, SV, SINK, O, LSE)
+            stream.begin(x, w, y, window)
             w.count[0] = w.na[0] + w.nb[0] + w.nc[0]
             w.slot[0] = 0
             w.parity[0] = 0
             w.to[0] = 0
             w.turn[0] = 0
-            io = SimpleNamespace(full=full, slot=w.slot)
             if tx >= ct:
                 T.dec_max_nreg(REGISTERS[wgs][0])
-                produce(NEW, SK, SV, x, space, bars, sv, st, w, io, h, tx, lane)
+                produce(x, space, bars, st, w, tx, lane)
             else:
                 T.inc_max_nreg(REGISTERS[wgs][1])
                 if less(w.row0[0], w.rows[0]):
                     T.initialize_wgmma_descriptor(desc, T.access_ptr(space[0], "r"), 1, 1, 64)
                     T.initialize_wgmma_descriptor(across, T.access_ptr(space[0], "r"), 1, STAGE * 8, 64)
-                    products.limits(st, w, lane)
-                    qs.load_q(Q, space, st, w, tx % 128)
+                    limits(st, w, lane)
+                    load_q(Q, space, st, w, tx % 128)
                     for i in each(D // 2):
                         st.o[i] = 0.0
                     for half in each(2):
@@ -475,9 +435,9 @@ def build(
                     T.fence_proxy_async()  # wgmma reads Q through the asynchronous proxy
                     wg_sync(w.wg)
                     if held:
-                        products.hold_q(space, st, w, lane)
+                        hold_q(space, st, w, lane)
                     if less(0, w.count[0]):
-                        consume(desc, across, bars, st, scale, cap, w, lane)
+                        consume(desc, across, bars, st, w, lane)
                     finish(O, LSE, SINK, space, st, w, lane)
 
     return main

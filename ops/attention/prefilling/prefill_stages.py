@@ -16,14 +16,16 @@ source has room for them.
 
 import math
 from dataclasses import dataclass
-from types import SimpleNamespace
+from functools import cached_property
+from typing import NamedTuple
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.attention.cache.layout import CacheLayout
 from terrazzo.ops.attention.device.calls import at_page
-from terrazzo.ops.attention.device.tile_macros import each, less
+from terrazzo.ops.attention.device.tile_macros import Sizes, each, less
 from terrazzo.ops.attention.prefilling.prefill_rows import seen_by
-from terrazzo.ops.formats.kv import OF_NEW_TOKENS
+from terrazzo.ops.products.kv import OF_NEW_TOKENS
+from terrazzo.ops.tiles.types import Buffer, Buffers, Call, Expr, Macro
 
 STAGE = 64
 """Tokens of a stage: the m64 of a wgmma over keys."""
@@ -78,12 +80,12 @@ class Geometry:
         plain = STAGE // 16 * self.plain.tile_words if tiles else 0
         return max(STAGE // self.part_tokens * self.part_words, plain)
 
-    def tile_at(self, r):
+    def tile_at(self, r: Expr) -> Expr:
         """Word of the stage where packed tile r begins; r may be an expression."""
         tiles = self.part_tokens // 16
         return self.channel_at(r) + self.layout.channel_words + r % tiles * self.layout.tile_words
 
-    def channel_at(self, r):
+    def channel_at(self, r: Expr) -> Expr:
         """Word of the stage where the channel parameters of packed tile r lie."""
         return r // (self.part_tokens // 16) * self.part_words
 
@@ -94,25 +96,91 @@ def plain_layout(layout: CacheLayout) -> CacheLayout:
     return CacheLayout(*names, layout.head_dim)
 
 
-def integers(g: Geometry, split: bool = False) -> tuple[str, ...]:
-    """Names of the integers of `make_stage_macros`."""
-    made = (*INTEGERS, "sink") if g.layout.sink_tokens else INTEGERS
-    return (*made, "part", "from_stage", "to_stage") if split else made
+@dataclass(frozen=True)
+class Prefill:
+    """What a prefill kernel is built for.
 
-
-def arguments(head_dim: int, dtype: str, split: bool = False) -> SimpleNamespace:
-    """The types of the tensors that both programs take (shapes: prefill_mma.build), and the sizes b, hq, hk and parts.
-
-    split: results are partial ones, O f32 [parts, N, Hq, D] and LSE [parts, N, Hq].
+    Attributes:
+        dtype: of q and out. row_tiles: groups of 8 rows of a warp, or of a warpgroup. warps: that multiply.
+        stages: of 64 tokens in the ring. buffers: of operands in shared memory, where they go there.
+        page: tokens of a page, 0 for a contiguous cache. residual: tokens of the f16 residual block, 0 for none.
+        fresh: the new tokens come unquantized, and the cache holds only those before them.
+        softcap, sinks: whether the logits are capped, and whether each head has a sink.
+        split: CTAs share the tokens of a tile of rows, `tiles` times the parts of them; O and LSE are partial results,
+            f32 [parts, N, Hq, D] and [parts, N, Hq], which prefill_merge.py adds up.
     """
+
+    k_format: str
+    v_format: str
+    head_dim: int
+    dtype: str
+    row_tiles: int
+    warps: int
+    stages: int
+    page: int
+    residual: int
+    fresh: bool
+    softcap: bool
+    sinks: bool
+    buffers: int = 0
+    sink_tokens: int = 0
+    split: bool = False
+
+    @cached_property
+    def g(self) -> Geometry:
+        layout = CacheLayout(self.k_format, self.v_format, self.head_dim, self.sink_tokens)
+        return Geometry(layout, self.page, self.residual, self.fresh, images=self.fresh and self.buffers > 0)
+
+    @property
+    def layout(self) -> CacheLayout:
+        return self.g.layout
+
+    @property
+    def slices(self) -> int:
+        return self.head_dim // 16
+
+    @property
+    def bf16(self) -> bool:
+        return self.dtype == "bfloat16"
+
+    def integers(self) -> tuple[str, ...]:
+        """Names of the integers of `make_stage_macros`."""
+        made = (*INTEGERS, "sink") if self.sink_tokens else INTEGERS
+        return (*made, "part", "from_stage", "to_stage") if self.split else made
+
+    def result_of(self, w: Buffers) -> tuple[Expr, ...]:
+        """Where the results of row w.query, w.head are."""
+        return (w.part[0], w.query[0], w.head[0]) if self.split else (w.query[0], w.head[0])
+
+
+class Tensors(NamedTuple):
+    """The tensors of a kernel, and their types (shapes: prefill_mma.build)."""
+
+    Q: Buffer
+    KV: Buffer
+    TABLE: Buffer
+    LEN: Buffer
+    CU: Buffer
+    RES: Buffer
+    SLOT: Buffer
+    NEW: Buffer
+    SK: Buffer
+    SV: Buffer
+    SINK: Buffer
+    O: Buffer
+    LSE: Buffer
+
+
+def arguments(p: Prefill) -> tuple[Tensors, Sizes]:
+    """The types of the tensors that both programs take, and the sizes they have."""
     import tilelang.language as T
 
     names = ("b", "b1", "n", "hq", "hk", "pages", "page_words", "tb", "most", "slots", "rh", "res_words")
     names += ("new_pages", "nh", "new_words", "skh", "skd", "svh", "svd", "n_sinks", "parts")
-    d = SimpleNamespace(**{name: T.dynamic(name) for name in names})
-    results = (d.parts, d.n, d.hq) if split else (d.n, d.hq)
-    return SimpleNamespace(
-        Q=T.Tensor((d.n, d.hq, head_dim), dtype),
+    d = Sizes(*names)
+    results = (d.parts, d.n, d.hq) if p.split else (d.n, d.hq)
+    types = Tensors(
+        Q=T.Tensor((d.n, d.hq, p.head_dim), p.dtype),
         KV=T.Tensor((d.pages, d.hk, d.page_words), "int32"),
         TABLE=T.Tensor((d.tb, d.most), "int32"),
         LEN=T.Tensor((d.b,), "int32"),
@@ -123,13 +191,10 @@ def arguments(head_dim: int, dtype: str, split: bool = False) -> SimpleNamespace
         SK=T.Tensor((d.skh, d.skd), "float32"),
         SV=T.Tensor((d.svh, d.svd), "float32"),
         SINK=T.Tensor((d.n_sinks,), "float32"),
-        O=T.Tensor((*results, head_dim), "float32" if split else dtype),
+        O=T.Tensor((*results, p.head_dim), "float32" if p.split else p.dtype),
         LSE=T.Tensor(results, "float32"),
-        parts=d.parts,
-        b=d.b,
-        hq=d.hq,
-        hk=d.hk,
     )
+    return types, d
 
 
 def check_memory(target, stages: int, words: int) -> None:
@@ -143,17 +208,28 @@ def check_memory(target, stages: int, words: int) -> None:
         raise ArgumentError("stages", stages, constraint, "use fewer")
 
 
-def make_stage_macros(g: Geometry, rows: int, move) -> SimpleNamespace:
-    """Macros: `place` (rows and sources of a CTA of `rows` rows), `fetch` (stage i
-    into words `at` of the ring; nothing for images) and `locate` (what tokens it has), and expressions of a stage:
-    `token` (its first one), `end` (of its source) and `new_page` (of new tokens).
+class Stream(NamedTuple):
+    """Macros: `begin` (rows and sources of a CTA, or its share of them), `fetch` (stage i into words `at` of the ring;
+    nothing for images) and `locate` (what tokens it has), and expressions of a stage: `token` (its first one), `end`
+    (of its source) and `new_page` (of new tokens)."""
+
+    begin: Macro
+    fetch: Macro
+    locate: Macro
+    token: Call
+    end: Call
+    new_page: Call
+
+
+def make_stage_macros(p: Prefill, d: Sizes, rows: int, move: Macro) -> Stream:
+    """Those of CTAs of `rows` rows.
 
     Args:
         move: macro (ring, at, source, words, most, io) that copies `words` words, at most `most`, to ring[at].
     """
     import tilelang.language as T
 
-    layout, plain = g.layout, g.plain
+    g, layout, plain = p.g, p.layout, p.g.plain
     spare_tiles = g.residual // 16 + 1
     sink = layout.sink_tokens
     block, group = layout.block_tokens, layout.k.group
@@ -224,7 +300,7 @@ def make_stage_macros(g: Geometry, rows: int, move) -> SimpleNamespace:
 
     @T.macro
     def fetch(x, ring, w, i, at, io):
-        """Stage i to ring[at ..]; x: the kernel's tensors KV, TABLE, RES, SLOT and NEW."""
+        """Stage i to ring[at ..]; x: the kernel's tensors."""
         if (g.fresh or g.residual) and i < w.nc[0] + w.nb[0]:
             if g.fresh and not g.images:
                 if i < w.nc[0]:
@@ -265,12 +341,22 @@ def make_stage_macros(g: Geometry, rows: int, move) -> SimpleNamespace:
                         ), most, io,
                     )  # fmt: skip
 
-    return SimpleNamespace(
-        place=place, fetch=fetch, locate=locate, token=token, end=end, new_page=new_page
-    )  # fmt: skip
+    take_share = _make_share_macro(g) if p.split else None
+
+    @T.macro
+    def begin(t, w, y, window):
+        """The CTA's rows and sources, or its share of them."""
+        if take_share is not None:
+            w.part[0] = T.truncmod(y, d.parts)
+            place(t.LEN, t.CU, w, T.truncdiv(y, d.parts), window, d.hq, d.hk)
+            take_share(w, d.parts)
+        else:
+            place(t.LEN, t.CU, w, y, window, d.hq, d.hk)
+
+    return Stream(begin, fetch, locate, token, end, new_page)
 
 
-def make_share_macro(g: Geometry):
+def _make_share_macro(g: Geometry) -> Macro:
     """Macro `take_share`: of all stages that a tile of rows sees, those of one CTA of a split kernel."""
     import tilelang.language as T
 

@@ -9,15 +9,15 @@ Rows of rotated formats are rotated, and f16, before they become registers (writ
 """
 
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
+from typing import NamedTuple
 
 from terrazzo.layouts.packed import PackedLayout
 from terrazzo.ops.attention.cache.layout import CacheLayout, operand_layout
 from terrazzo.ops.attention.device.calls import at32, byte_perm, load_words, max2, min2, store_words, xor_word
 from terrazzo.ops.attention.device.tile_macros import each
-from terrazzo.ops.formats.kv import CLIPS, KVFormat
+from terrazzo.ops.products.kv import CLIPS, KVFormat
 from terrazzo.ops.tiles.calls import unpack
+from terrazzo.ops.tiles.types import Buffers, Call, Expr, Macro
 
 SUMS = len(CLIPS) + 1
 """Pairs of sums that the range of a clipped token is chosen by."""
@@ -25,21 +25,16 @@ CODE_BIAS = 0x4B000000
 """tz_code returns 2^23 + code as a float's bits; words start at minus the sum of what its fields bring along."""
 
 
-def tile_state(head_dim: int, *formats: KVFormat) -> SimpleNamespace:
+def tile_state(head_dim: int, *formats: KVFormat) -> Buffers:
     """Registers of a warp that stores these formats."""
-    import tilelang.language as T
-
-    u32 = {name: T.alloc_local((n,), "uint32") for name, n in (
-        ("x", head_dim // 4), ("old", head_dim // 4), ("s", 4), ("w", 4), ("lo", 2), ("hi", 2), ("new", 4), ("pair", 4),
-        ("mask", 1), ("c", 4),
-    )}  # fmt: skip
-    f32 = {name: T.alloc_local((n,), "float32") for name, n in (("par", 12), ("f", 4), ("scale", head_dim // 4))}
+    words = dict(x=head_dim // 4, old=head_dim // 4, s=4, w=4, lo=2, hi=2, new=4, pair=4, mask=1, c=4)
+    made = {name: (n, "uint32") for name, n in words.items()}
+    made |= dict(par=(12, "float32"), f=(4, "float32"), scale=(head_dim // 4, "float32"))
     if any(f.rotation for f in formats):
-        f32 |= {name: T.alloc_local((n,), "float32") for name, n in (("rotated", 8), ("turned", 1))}
+        made |= dict(rotated=(8, "float32"), turned=(1, "float32"))
     if any(f.clip for f in formats):
-        u32 |= {name: T.alloc_local((n,), "uint32") for name, n in (("far", 2 * SUMS), ("middle", 4))}
-        f32 |= {"limits": T.alloc_local((8,), "float32")}
-    return SimpleNamespace(**u32, **f32)
+        made |= dict(far=(2 * SUMS, "uint32"), middle=(4, "uint32"), limits=(8, "float32"))
+    return Buffers(**made)
 
 
 @dataclass(frozen=True)
@@ -98,6 +93,11 @@ class Operand:
         return tuple(tuple(a * 4 + r for a in range(self.slices) for r in pairs[2 * c : 2 * c + 2]) for c in range(2))
 
     @property
+    def loads(self) -> int:
+        """Of a lane."""
+        return self.slices // self.atoms
+
+    @property
     def integer(self) -> bool:
         """Whether codes are integers."""
         return self.fmt.storage != "e4m3"
@@ -129,30 +129,48 @@ class Operand:
         ones = (1 << self.fmt.bits) - 1
         return sum(ones << self.field(o, e) for o, e in pairs if self.class_of(self.register(0, i, o), e) == c)
 
-    def token_of(self, c: int, lane: Any) -> Any:
+    def limits_of(self, c: int) -> tuple[int, int]:
+        """Where `limits` has the least and the largest value of a token of class c."""
+        first = 4 * c if self.is_key else c // 2 * 4 + c % 2
+        return first, first + 2
+
+    def token_of(self, c: int, lane: Expr) -> Expr:
         """Token of the tile that class c means in a lane."""
         return lane // 4 + 8 * c if self.is_key else lane % 4 * 2 + c % 2 + c // 2 * 8
 
 
-def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: int) -> SimpleNamespace:
-    """Macros over one operand's tile, whose registers hold bf16 or f16: classes, recall, mix, keep, parameters, store.
+class Quantizing(NamedTuple):
+    """Macros over one operand's tile, and what it is (`of`)."""
+
+    of: Operand
+    find_new: Macro
+    recall: Macro
+    mix: Macro
+    keep: Macro
+    token_parameters: Macro
+    channel_parameters: Macro
+    recall_scales: Macro
+    recall_words: Macro
+    word: Macro
+    words_at: Call
+    store: Macro
+
+
+def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: int) -> Quantizing:
+    """Those of keys or values, whose registers hold bf16 or f16.
 
     Args:
         bf16: whether the registers hold bf16 pairs; those of a rotated format are f16.
         warps: tiles of a channel group, one for each warp of the CTA.
     """
     tile = Operand(layout, is_key, bf16)
-    fmt, ranges = tile.fmt, _range_macros(tile)
-    channel = _channel_macros(tile, ranges, warps)
-    return SimpleNamespace(
-        rotated=bool(fmt.rotation), token_wise=fmt.scaling == "token", channel=bool(fmt.group),
-        static=fmt.scaling == "static", classes=tile.classes, words=tile.words, loads=tile.slices // tile.atoms,
-        fields=tile.fields, token_of=tile.token_of, **vars(_f16_macros(tile)), **vars(_token_macros(tile, ranges)),
-        channel_parameters=channel.channel_parameters, **vars(_word_macros(tile, channel.channel_row)),
-    )  # fmt: skip
+    ranges = _range_macros(tile)
+    channel_parameters, channel_row = _channel_macros(tile, ranges, warps)
+    words = _word_macros(tile, channel_row)
+    return Quantizing(tile, *_f16_macros(tile), _token_macro(tile, ranges), channel_parameters, *words)
 
 
-def _f16_macros(tile: Operand) -> SimpleNamespace:
+def _f16_macros(tile: Operand) -> tuple[Macro, Macro, Macro, Macro]:
     """Which tokens are new, and tiles of f16: find_new, recall, mix, keep."""
     import tilelang.language as T
 
@@ -192,10 +210,10 @@ def _f16_macros(tile: Operand) -> SimpleNamespace:
                 st.s[i] = st.x[a * 4 + spare.target(i, 0)[1]]
             store_words(4, at32(tile, a * 128 + lane * 4), st.s)
 
-    return SimpleNamespace(find_new=find_new, recall=recall, mix=mix, keep=keep)
+    return find_new, recall, mix, keep
 
 
-def _range_macros(tile: Operand) -> SimpleNamespace:
+def _range_macros(tile: Operand) -> tuple[Macro, Macro, Macro]:
     """Least and largest values of pairs: reduce_pairs, shuffle_pairs, unpack_range."""
     bf16 = tile.bf16
     import tilelang.language as T
@@ -221,27 +239,23 @@ def _range_macros(tile: Operand) -> SimpleNamespace:
             st.f[e] = unpack(e, st.lo[c], bf16=bf16)
             st.f[2 + e] = unpack(e, st.hi[c], bf16=bf16)
 
-    return SimpleNamespace(reduce_pairs=reduce_pairs, shuffle_pairs=shuffle_pairs, unpack_range=unpack_range)
+    return reduce_pairs, shuffle_pairs, unpack_range
 
 
-def _clip_macros(tile: Operand, ranges: SimpleNamespace) -> SimpleNamespace:
+def _clip_macro(tile: Operand, ranges: tuple[Macro, Macro, Macro]) -> Macro:
     """The limits of tokens whose ranges are clipped: clip_ranges."""
     import tilelang.language as T
 
-    is_key, slices, D = tile.is_key, tile.slices, tile.head_dim
-
-    def of_token(c):
-        """Where `limits` has the least and the largest value of a token of class c."""
-        first = 4 * c if is_key else c // 2 * 4 + c % 2
-        return first, first + 2
+    is_key, slices, D, of_token = tile.is_key, tile.slices, tile.head_dim, tile.limits_of
+    reduce_pairs, shuffle_pairs, unpack_range = ranges
 
     @T.macro
     def find_limits(st):
         """The ranges of all tokens, and their middles."""
         for c in each(2):
-            ranges.reduce_pairs(st, c, tile.shared[c])
-            ranges.shuffle_pairs(st, c, tile.shuffles)
-            ranges.unpack_range(st, c)
+            reduce_pairs(st, c, tile.shared[c])
+            shuffle_pairs(st, c, tile.shuffles)
+            unpack_range(st, c)
             if is_key:
                 st.f[0] = T.min(st.f[0], st.f[1])
                 st.f[1] = st.f[0]
@@ -291,18 +305,18 @@ def _clip_macros(tile: Operand, ranges: SimpleNamespace) -> SimpleNamespace:
                 T.access_ptr(st.far[0 if is_key else SUMS * (c // 2)], "r", SUMS), c % 2,
             )  # fmt: skip
 
-    return SimpleNamespace(clip_ranges=clip_ranges, of_token=of_token)
+    return clip_ranges
 
 
-def _token_macros(tile: Operand, ranges: SimpleNamespace) -> SimpleNamespace:
+def _token_macro(tile: Operand, ranges: tuple[Macro, Macro, Macro]) -> Macro:
     """The parameters of tokens: token_parameters."""
     import tilelang.language as T
 
     layout, fmt, is_key, classes = tile.layout, tile.fmt, tile.is_key, tile.classes
     role = 0 if is_key else layout.token_params - 1  # of the pairs of parameters beside a tile
     shared, shuffles, token_of, clipped = tile.shared, tile.shuffles, tile.token_of, bool(fmt.clip)
-    reduce_pairs, shuffle_pairs, unpack_range = ranges.reduce_pairs, ranges.shuffle_pairs, ranges.unpack_range
-    clip = _clip_macros(tile, ranges) if clipped else None
+    reduce_pairs, shuffle_pairs, unpack_range = ranges
+    clip_ranges = _clip_macro(tile, ranges) if clipped else None
 
     @T.macro
     def find_ranges(st):
@@ -326,9 +340,9 @@ def _token_macros(tile: Operand, ranges: SimpleNamespace) -> SimpleNamespace:
     @T.macro
     def find_clipped(st, rows, base, lane):
         """The same, of clipped ranges."""
-        clip.clip_ranges(st, rows, base, lane)
+        clip_ranges(st, rows, base, lane)
         for c in each(classes):
-            low, high = clip.of_token(c)
+            low, high = tile.limits_of(c)
             st.c[c] = T.call_extern(
                 "uint32", "tz_range", st.limits[low], st.limits[high], T.float32(fmt.levels),
                 T.access_ptr(st.par[c * 3], "w", 3),
@@ -351,15 +365,15 @@ def _token_macros(tile: Operand, ranges: SimpleNamespace) -> SimpleNamespace:
                     st.c[c],
                 )
 
-    return SimpleNamespace(token_parameters=token_parameters)
+    return token_parameters
 
 
-def _channel_macros(tile: Operand, ranges: SimpleNamespace, warps: int) -> SimpleNamespace:
+def _channel_macros(tile: Operand, ranges: tuple[Macro, Macro, Macro], warps: int) -> tuple[Macro, Macro]:
     """The parameters of dimensions, by all warps of a CTA: channel_parameters, channel_row."""
     import tilelang.language as T
 
     bf16, fmt, slices, D = tile.bf16, tile.fmt, tile.slices, tile.head_dim
-    reduce_pairs, shuffle_pairs, unpack_range = ranges.reduce_pairs, ranges.shuffle_pairs, ranges.unpack_range
+    reduce_pairs, shuffle_pairs, unpack_range = ranges
 
     @T.macro
     def channel_parameters(st, shared_, base, block, warp, lane):
@@ -409,18 +423,18 @@ def _channel_macros(tile: Operand, ranges: SimpleNamespace, warps: int) -> Simpl
             st.par[e * 3 + 1] = unpack(e, st.c[1], bf16=False)
             st.par[e * 3 + 2] = T.reinterpret(st.c[2 + e], "float32")
 
-    return SimpleNamespace(channel_parameters=channel_parameters, channel_row=channel_row)
+    return channel_parameters, channel_row
 
 
-def _word_macros(tile: Operand, channel_row) -> SimpleNamespace:
+def _word_macros(tile: Operand, channel_row: Macro) -> tuple[Macro, Macro, Macro, Call, Macro]:
     """Codes and words: recall_scales, recall_words, word, words_at, store."""
     import tilelang.language as T
 
     fmt, is_key, bf16, D, start, integer = tile.fmt, tile.is_key, tile.bf16, tile.head_dim, tile.start, tile.integer
     cvt, words, atoms, slices, classes = fmt.converter, tile.words, tile.atoms, tile.slices, tile.classes
     register, class_of, field, fields = tile.register, tile.class_of, tile.field, tile.fields
-    offset, static = 0 if is_key else tile.layout.k_words, fmt.scaling == "static"
-    dtype, stored_bf16 = str(bf16).lower(), str(fmt.operand == "bfloat16").lower()
+    offset, static = 0 if is_key else tile.layout.k_words, fmt.static
+    dtype, stored_bf16 = str(bf16).lower(), str(fmt.bf16).lower()
 
     @T.macro
     def recall_scales(st, scale, head, lane):
@@ -432,7 +446,7 @@ def _word_macros(tile: Operand, channel_row) -> SimpleNamespace:
     @T.macro
     def word(st, shared_, base, j, i, lane):
         """w[i]: word i of load j."""
-        if fmt.scaling == "none":
+        if fmt.plain:
             st.w[i] = st.x[register(j, i, 0)]
             if stored_bf16 != dtype:
                 for e in each(2):
@@ -486,6 +500,4 @@ def _word_macros(tile: Operand, channel_row) -> SimpleNamespace:
                     st.w[i] = (st.w[i] & st.mask[0]) | (st.old[j * words + i] & ~st.mask[0])
             store_words(words, words_at(tile, j, lane), st.w)
 
-    return SimpleNamespace(
-        recall_scales=recall_scales, recall_words=recall_words, word=word, words_at=words_at, store=store
-    )
+    return recall_scales, recall_words, word, words_at, store

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from terrazzo.ops.attention.cache.cache import PackedCache
 from terrazzo.ops.attention.cache.layout import QuantizedBlock, residual_layout
 from terrazzo.ops.attention.cache.quantizer import F16_MAX, encode, rotate
-from terrazzo.ops.formats.kv import TILE_TOKENS
+from terrazzo.ops.products.kv import TILE_TOKENS
 
 if TYPE_CHECKING:
     import torch
@@ -140,7 +140,7 @@ def _merged(
             continue
         fields = {"codes": old.codes.clone()}
         fields["codes"][:, low:high] = q.codes
-        if fmt.scaling == "token":
+        if fmt.token_wise:
             for name in ("scale", "zero"):
                 fields[name] = getattr(old, name).clone()
                 fields[name][:, low:high] = getattr(q, name)

@@ -10,14 +10,26 @@ More than 16 new tokens take two launches: tiles that hold older tokens, whose p
 rest (`phase`). All of it is decided from lengths in device memory, as in write_program, and starts as early as there.
 """
 
-from types import SimpleNamespace
+from typing import NamedTuple
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.attention.cache.layout import CacheLayout, residual_layout
-from terrazzo.ops.attention.device.tile_macros import each, larger, less, smaller
+from terrazzo.ops.attention.device.tile_macros import Sizes, each, larger, less, smaller
 from terrazzo.ops.attention.writing.quantize_macros import tile_state
-from terrazzo.ops.attention.writing.write_macros import INTEGERS, OF_PAIR, make_write_macros, prelude, row_pitch, sizes
+from terrazzo.ops.attention.writing.write_macros import (
+    INTEGERS,
+    OF_PAIR,
+    Rows,
+    Tensors,
+    Writing,
+    arguments,
+    make_write_macros,
+    prelude,
+    row_pitch,
+    sizes,
+)
 from terrazzo.ops.attention.writing.write_program import PASS_CONFIGS
+from terrazzo.ops.tiles.types import Call, Macro, scalars
 
 __all__ = ["PASS_CONFIGS", "WARPS", "build", "launches"]
 
@@ -42,14 +54,24 @@ def launches(most_new: int, residual: int, pairs: int, sms: int) -> list[tuple[i
     return [(phase, -(-n // tiles), 1, tiles) for phase, n in ((OLDER, residual // 16 + 1), (NEWER, touched))]
 
 
-def make_ring_macros(m: SimpleNamespace, d: SimpleNamespace, layout: CacheLayout, page: int, residual: int, pdl: bool):
-    """Macros `place`, `prefetch` and `take` of a tile of one operand, and `packed`, tokens that are packed of so many.
+class Ring(NamedTuple):
+    """Macros `place`, `prefetch` and `take` of a tile of one operand; `packed`, tokens that are packed of so many."""
 
-    m: of make_write_macros. d: sizes. pdl: whether the kernel starts early, and guesses pages.
-    """
+    place: Macro
+    prefetch: Macro
+    take: Macro
+    packed: Call
+
+
+def make_ring_macros(m: Writing, d: Sizes, layout: CacheLayout, page: int, residual: int, pdl: bool) -> Ring:
+    """Those of a program; pdl: whether the kernel starts early, and guesses pages."""
     import tilelang.language as T
 
     spare, kept, sink_tokens = residual_layout(layout), layout.kept(residual)[0], layout.sink_tokens
+
+    def place_of(operand):
+        """Words into a tile of the ring where an operand begins."""
+        return 0 if operand.of.is_key else spare.k_words
 
     def packed(length):
         return larger(length - kept, 0) // 16 * 16
@@ -88,12 +110,14 @@ def make_ring_macros(m: SimpleNamespace, d: SimpleNamespace, layout: CacheLayout
         w.index[0] = T.call_extern("int32", "tz_select", missing, -1, w.index[0])
 
     @T.macro
-    def prefetch(known, RES, w, offset, words, lane):
+    def prefetch(operand, RES, w, lane):
         """What the ring holds of the tile, of one operand, on its way to L2; where that is may be wrong."""
+        is_key = operand.of.is_key
         wanted = T.And(less(-1, w.index[0]), T.And(less(w.token[0], w.old[0]), less(-1, w.token[0])))
         if T.And(wanted, less(lane, 1)):
             slot = smaller(larger(w.slot[0], 0), d.slots - 1)
-            T.call_extern("handle", "tz_prefetch", m.spare_tile(RES, w, slot, offset, "r"), 4 * words)
+            words = spare.k_words if is_key else spare.v_words
+            T.call_extern("handle", "tz_prefetch", m.spare_tile(RES, w, slot, place_of(operand), "r"), 4 * words)
 
     def sink_tile(RES, w, offset):
         """Address of the first tokens' tile, `offset` words into it."""
@@ -101,36 +125,37 @@ def make_ring_macros(m: SimpleNamespace, d: SimpleNamespace, layout: CacheLayout
         return T.call_extern("handle", "tz_page", T.access_ptr(RES[0, 0, 0], "w", 1), w.slot[0], d.rh * d.res_words, at)
 
     @T.macro
-    def take(operand, is_key, of, offset, st, rows, KV, RES, scale, w, lane):
+    def take(operand, of, st, rows, t, w, lane):
         """One operand of the tile: from the ring and from new rows, to the ring or to the page."""
+        is_key, offset = operand.of.is_key, place_of(operand)
         operand.find_new(st, w.token[0], w.old[0], lane)
         if less(w.old[0], w.token[0] + 16):
             m.fetch(rows, w, of, lane)
         if less(w.token[0], w.old[0]):
-            operand.recall(st, m.spare_tile(RES, w, w.slot[0], offset, "r"), lane)
+            operand.recall(st, m.spare_tile(t.RES, w, w.slot[0], offset, "r"), lane)
         if less(w.old[0], w.token[0] + 16):
             m.collect(st, rows, w, is_key, lane)
         if less(w.token[0], w.old[0]):
             operand.mix(st)
         if less(w.token[0], w.packed[0]):
             m.find_block(w)
-            if operand.static:
-                operand.recall_scales(st, scale, w.h[0], lane)
+            if operand.of.fmt.static:
+                operand.recall_scales(st, t.SK if is_key else t.SV, w.h[0], lane)
             for c in each(4):
                 st.new[c] = T.uint32(0xFFFFFFFF)
-            if operand.token_wise:
-                operand.token_parameters(st, m.tile_of(KV, w), rows, w.warp * 16 * row_pitch(layout.head_dim), lane)
-            operand.store(st, rows, 0, m.tile_of(KV, w), False, lane)
+            if operand.of.fmt.token_wise:
+                operand.token_parameters(st, m.tile_of(t.KV, w), rows, w.warp * 16 * row_pitch(layout.head_dim), lane)
+            operand.store(st, rows, 0, m.tile_of(t.KV, w), False, lane)
             if sink_tokens:
                 if less(w.token[0], 1):
-                    operand.keep(st, sink_tile(RES, w, offset), lane)
+                    operand.keep(st, sink_tile(t.RES, w, offset), lane)
             reach = ((w.length[0] - 1) // 16 - residual // 16) * 16  # a truncation may want it back
             if T.And(less(w.old[0], w.token[0] + 16), less(reach - 1, w.token[0])):
-                operand.keep(st, m.spare_tile(RES, w, w.slot[0], offset, "w"), lane)
+                operand.keep(st, m.spare_tile(t.RES, w, w.slot[0], offset, "w"), lane)
         else:
-            operand.keep(st, m.spare_tile(RES, w, w.slot[0], offset, "w"), lane)
+            operand.keep(st, m.spare_tile(t.RES, w, w.slot[0], offset, "w"), lane)
 
-    return SimpleNamespace(place=place, prefetch=prefetch, take=take, packed=packed)
+    return Ring(place, prefetch, take, packed)
 
 
 def build(
@@ -147,7 +172,7 @@ def build(
     import tilelang.language as T
 
     layout = CacheLayout(k_format, v_format, head_dim, sink_tokens)
-    spare, warps = residual_layout(layout), WARPS
+    warps = WARPS
     if layout.k.group or not residual or residual % 16:
         raise ArgumentError("residual", residual, "must be a multiple of 16, of token-wise keys", "use 128")
     if page % layout.block_tokens:
@@ -155,44 +180,29 @@ def build(
     pdl = target.supports("pdl")
     d = sizes()
     m = make_write_macros(target, layout, d, dtype=dtype, page=page, residual=residual, warps=warps)
-    keys, values = m.keys, m.values
     ring = make_ring_macros(m, d, layout, page, residual, pdl)
     wide = head_dim > 128
 
+    a = arguments(d, dtype)
+
     @T.prim_func
     def main(
-        K: T.Tensor((d.nk,), dtype),
-        V: T.Tensor((d.nv,), dtype),
-        CU: T.Tensor((d.b1,), "int32"),
-        LEN: T.Tensor((d.b,), "int32"),
-        KV: T.Tensor((d.pages, d.hk, d.page_words), "int32"),
-        TABLE: T.Tensor((d.tb, d.most), "int32"),
-        RES: T.Tensor((d.slots, d.rh, d.res_words), "int32"),
-        SLOT: T.Tensor((d.b,), "int32"),
-        SK: T.Tensor((d.skh, d.skd), "float32"),
-        SV: T.Tensor((d.svh, d.svd), "float32"),
-        k_token: T.int32,
-        k_head: T.int32,
-        v_token: T.int32,
-        v_head: T.int32,
-        phase: T.int32,
-        blocks: T.int32,
-        groups: T.int32,
-        per: T.int32,
-        tiles: T.int32,
-    ):
+        K: a.K, V: a.V, CU: a.CU, LEN: a.LEN, KV: a.KV, TABLE: a.TABLE, RES: a.RES, SLOT: a.SLOT, SK: a.SK, SV: a.SV,
+        k_token: T.int32, k_head: T.int32, v_token: T.int32, v_head: T.int32,
+        phase: T.int32, blocks: T.int32, groups: T.int32, per: T.int32, tiles: T.int32,
+    ):  # fmt: skip
         with T.Kernel(blocks * groups, threads=warps * 32, prelude=prelude(target, layout)) as cta:
             rows = T.alloc_shared((warps * 16 * row_pitch(head_dim),), "int32")
             T.annotate_min_blocks_per_sm(max(1, (8 if wide else 16) // warps))
             tx = T.get_thread_binding()
             lane = tx % 32
             st = tile_state(head_dim, layout.k, layout.v)
-            known = SimpleNamespace(**{name: T.alloc_local((1,), "int32") for name in OF_PAIR})
-            ints = {name: T.alloc_local((1,), "int32") for name in (*INTEGERS, "packed", "touched", "index")}
+            known = scalars(*OF_PAIR)
+            w = scalars(*INTEGERS, "packed", "touched", "index")
             x = T.truncmod(cta, blocks)
-            w = SimpleNamespace(warp=tx // 32, first=T.truncdiv(cta, blocks) * per, table=TABLE, **ints)
-            keys_of = SimpleNamespace(data=K, token=k_token, head=k_head)
-            values_of = SimpleNamespace(data=V, token=v_token, head=v_head)
+            vars(w).update(warp=tx // 32, first=T.truncdiv(cta, blocks) * per, table=TABLE)
+            keys, values = Rows(K, k_token, k_head), Rows(V, v_token, v_head)
+            t = Tensors(K, V, CU, LEN, KV, TABLE, RES, SLOT, SK, SV)
             jobs = T.truncdiv(2 * per * tiles + warps - 1 - w.warp, warps)  # keys | values of a tile
             if pdl:
                 T.pdl_trigger()
@@ -204,9 +214,9 @@ def build(
                     if less(w.first + T.truncmod(job, per), d.b * d.hk):
                         ring.place(known, w, T.truncmod(job, per), x * tiles + T.truncdiv(job, per), phase)
                         if less((n * warps + w.warp) % 2, 1):
-                            ring.prefetch(known, RES, w, 0, spare.k_words, lane)
+                            ring.prefetch(m.keys, RES, w, lane)
                         else:
-                            ring.prefetch(known, RES, w, spare.k_words, spare.v_words, lane)
+                            ring.prefetch(m.values, RES, w, lane)
                 T.pdl_sync()
             m.learn(LEN, CU, SLOT, known, w, d.b * d.hk, lane)
             for n in T.serial(jobs):
@@ -215,8 +225,8 @@ def build(
                     ring.place(known, w, T.truncmod(job, per), x * tiles + T.truncdiv(job, per), phase)
                     if less(-1, w.index[0]):
                         if less((n * warps + w.warp) % 2, 1):
-                            ring.take(keys, True, keys_of, 0, st, rows, KV, RES, SK, w, lane)
+                            ring.take(m.keys, keys, st, rows, t, w, lane)
                         else:
-                            ring.take(values, False, values_of, spare.k_words, st, rows, KV, RES, SV, w, lane)
+                            ring.take(m.values, values, st, rows, t, w, lane)
 
     return main

@@ -9,18 +9,27 @@ and no other token changes. The result is the same in any order, as long as no s
 With `rotary_dim`, keys and queries are normed and turned on the way, as in write_program.
 """
 
-from types import SimpleNamespace
-
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.attention.cache.layout import CacheLayout
 from terrazzo.ops.attention.device.calls import flip_words, store_words
 from terrazzo.ops.attention.device.primitives import FLIP, SLOTS
-from terrazzo.ops.attention.device.tile_macros import each, less
+from terrazzo.ops.attention.device.tile_macros import Sizes, each, less
 from terrazzo.ops.attention.writing.quantize_macros import tile_state
 from terrazzo.ops.attention.writing.turned_macros import SOURCES as TURNING
 from terrazzo.ops.attention.writing.turned_macros import make_turned_macros
-from terrazzo.ops.attention.writing.write_macros import NewRows, make_write_macros, prelude, row_pitch, sizes
+from terrazzo.ops.attention.writing.write_macros import (
+    NewRows,
+    Rows,
+    Tensors,
+    Writing,
+    arguments,
+    make_write_macros,
+    prelude,
+    row_pitch,
+    sizes,
+)
 from terrazzo.ops.attention.writing.write_program import PASS_CONFIGS
+from terrazzo.ops.tiles.types import Buffers, Macro, scalars
 
 __all__ = ["PASS_CONFIGS", "WARPS", "build", "launch"]
 
@@ -62,11 +71,13 @@ def marked_rows(angles: str) -> NewRows:
     )
 
 
-def make_run_macros(m: SimpleNamespace, d: SimpleNamespace, layout: CacheLayout, page: int, fetch_keys):
+def make_run_macros(
+    m: Writing, d: Sizes, layout: CacheLayout, page: int, fetch_keys: Macro
+) -> tuple[Macro, Macro]:  # fmt: skip
     """Macros `place`, a run's tokens and tile, and `take`, its keys or values to the tile.
 
     Args:
-        m: of make_write_macros. d: sizes. page: tokens of a page. fetch_keys: brings a run's rows of keys.
+        page: tokens of a page. fetch_keys: brings a run's rows of keys.
     """
     import tilelang.language as T
 
@@ -83,50 +94,53 @@ def make_run_macros(m: SimpleNamespace, d: SimpleNamespace, layout: CacheLayout,
     @T.macro
     def mark(operand, st, marks, lane):
         """All ones for each class of tokens that are new, and the bits of a load's words that are theirs."""
-        for c in each(operand.classes):
-            st.new[c] = T.if_then_else((marks >> operand.token_of(c, lane)) % 2 == 1, T.uint32(ONES), T.uint32(0))
-        for i in each(operand.words):
+        tile = operand.of
+        for c in each(tile.classes):
+            st.new[c] = T.if_then_else((marks >> tile.token_of(c, lane)) % 2 == 1, T.uint32(ONES), T.uint32(0))
+        for i in each(tile.words):
             st.pair[i] = T.uint32(0)
-            for c in each(operand.classes):
-                if operand.fields(i, c):
-                    st.pair[i] = st.pair[i] | (st.new[c] & T.uint32(operand.fields(i, c)))
+            for c in each(tile.classes):
+                if tile.fields(i, c):
+                    st.pair[i] = st.pair[i] | (st.new[c] & T.uint32(tile.fields(i, c)))
         st.some[0] = st.pair[0]
         st.every[0] = st.pair[0]
-        for i in each(1, operand.words):
+        for i in each(1, tile.words):
             st.some[0] = st.some[0] | st.pair[i]
             st.every[0] = st.every[0] & st.pair[i]
 
     @T.macro
     def store_marked(operand, st, rows, tile, lane):
         """The words of the tile at address `tile`, of which the tokens that are not new stay."""
-        for j in each(operand.loads):
-            for i in each(operand.words):
+        words = operand.of.words
+        for j in each(operand.of.loads):
+            for i in each(words):
                 operand.word(st, rows, 0, j, i, lane)
             if st.every[0] == T.uint32(ONES):
-                store_words(operand.words, operand.words_at(tile, j, lane), st.w)
+                store_words(words, operand.words_at(tile, j, lane), st.w)
             else:
-                for i in each(operand.words):
-                    st.w[i] = (st.w[i] ^ st.old[j * operand.words + i]) & st.pair[i]
-                flip_words(operand.words, operand.words_at(tile, j, lane), st.w)
+                for i in each(words):
+                    st.w[i] = (st.w[i] ^ st.old[j * words + i]) & st.pair[i]
+                flip_words(words, operand.words_at(tile, j, lane), st.w)
 
     @T.macro
-    def take(operand, is_key, of, st, rows, KV, scale, w, lane):
+    def take(operand, of, st, t, w, lane):
+        rows, is_key = w.rows, operand.of.is_key
         if is_key:
             fetch_keys(rows, w, of, lane)
         else:
             m.fetch(rows, w, of, lane)
         mark(operand, st, w.marks[0], lane)
         if T.And(st.some[0] != T.uint32(0), st.every[0] != T.uint32(ONES)):
-            operand.recall_words(st, m.tile_of(KV, w), lane)
-        if operand.static:
-            operand.recall_scales(st, scale, w.h[0], lane)
+            operand.recall_words(st, m.tile_of(t.KV, w), lane)
+        if operand.of.fmt.static:
+            operand.recall_scales(st, t.SK if is_key else t.SV, w.h[0], lane)
         m.collect(st, rows, w, is_key, lane)
-        if operand.token_wise:
-            operand.token_parameters(st, m.tile_of(KV, w), rows, w.warp * 16 * row_pitch(layout.head_dim), lane)
+        if operand.of.fmt.token_wise:
+            operand.token_parameters(st, m.tile_of(t.KV, w), rows, w.warp * 16 * row_pitch(layout.head_dim), lane)
         if st.some[0] != T.uint32(0):
-            store_marked(operand, st, rows, m.tile_of(KV, w), lane)
+            store_marked(operand, st, rows, m.tile_of(t.KV, w), lane)
 
-    return SimpleNamespace(place=place, take=take)
+    return place, take
 
 
 def build(
@@ -165,29 +179,26 @@ def build(
     if rotary_dim:
         kind = dict(head_dim=head_dim, rotary_dim=rotary_dim, layout=rope, dtype=dtype, norm=norm, numerics=numerics)
         turned = make_turned_macros(kind, new_rows, warps, pdl)
-    run = make_run_macros(m, d, layout, page, turned.fetch if rotary_dim else m.fetch)
+    place, take = make_run_macros(m, d, layout, page, turned.fetch if rotary_dim else m.fetch)
     extra = (SLOTS.source, FLIP.source, *(TURNING if rotary_dim else ()))
     source = prelude(target, layout, *(["rows"] if rotary_dim else []), extra=extra)
     MAPPED = T.dynamic("mapped")
     min_blocks = max(1, (16 if head_dim <= 128 else 8) // warps)
 
     @T.macro
-    def store(t, pitches, tokens, per, room, cta, tx, h):
-        """What a CTA stores; t: the tensors, h: registers of the heads that it turns, or None."""
+    def store(t, keys_of, values_of, tokens, per, room, cta, tx):
+        """What a CTA stores of rows of keys and of values."""
         tiles = warps * 16 * row_pitch(head_dim)
         rows = T.alloc_shared((tiles + warps * 16,), "int32")  # of the warps' tiles, then their places
         lane = tx % 32
         st = tile_state(head_dim, layout.k, layout.v)
-        for name in ("some", "every"):
-            setattr(st, name, T.alloc_local((1,), "uint32"))
-        ints = {name: T.alloc_local((1,), "int32") for name in ("h", "row", "page", "inside", "at", "token", "found")}
+        vars(st).update(vars(Buffers(some=(1, "uint32"), every=(1, "uint32"))))
+        w = scalars("h", "row", "page", "inside", "at", "token", "found")
         marks = T.alloc_local((1,), "uint32")
         job = cta * warps + tx // 32
         first = T.truncdiv(job, 2 * d.hk) * per
-        w = SimpleNamespace(warp=tx // 32, first=first, rows=rows, places=tiles + tx // 32 * 16, marks=marks, **ints)
+        vars(w).update(warp=tx // 32, first=first, rows=rows, places=tiles + tx // 32 * 16, marks=marks)
         w.h[0] = T.truncdiv(job, 2) - T.truncdiv(job, 2 * d.hk) * d.hk
-        keys_of = SimpleNamespace(data=t.K, token=pitches.k_token, head=pitches.k_head, h=h, t=t)
-        values_of = SimpleNamespace(data=t.V, token=pitches.v_token, head=pitches.v_head)
         if pdl:
             T.pdl_trigger()
             T.pdl_sync()
@@ -196,54 +207,37 @@ def build(
         )  # fmt: skip
         for n in T.serial(per):
             if T.call_extern("bool", "tz_begins", w.found[0], n + 1):
-                run.place(w, w.found[0], n + 1)
+                place(w, w.found[0], n + 1)
                 if less(job % 2, 1):
-                    run.take(m.keys, True, keys_of, st, rows, t.KV, t.SK, w, lane)
+                    take(m.keys, keys_of, st, t, w, lane)
                 else:
-                    run.take(m.values, False, values_of, st, rows, t.KV, t.SV, w, lane)
+                    take(m.values, values_of, st, t, w, lane)
 
+    a = arguments(d, dtype)
     if rotary_dim:
         NX, P, WIDTH, QR, POSITIONS = (T.dynamic(name) for name in ("nx", "p", "width", "qr", "positions"))
+        weights, given = (head_dim if norm != "none" else 1,), positions != "none"
 
         @T.prim_func
         def main(
-            X: T.Tensor((NX,), dtype),
-            POS: T.Tensor((1 if positions == "none" else POSITIONS,), "int32" if positions == "none" else positions),
-            COS: T.Tensor((P, WIDTH), "float32"),
-            SIN: T.Tensor((P, WIDTH), "float32"),
-            QW: T.Tensor((head_dim if norm != "none" else 1,), dtype),
-            KW: T.Tensor((head_dim if norm != "none" else 1,), dtype),
-            Q: T.Tensor((QR, head_dim), dtype),
-            K: T.Tensor((d.nk,), dtype),
-            V: T.Tensor((d.nv,), dtype),
-            MAP: T.Tensor((MAPPED,), slots),
-            KV: T.Tensor((d.pages, d.hk, d.page_words), "int32"),
-            SK: T.Tensor((d.skh, d.skd), "float32"),
-            SV: T.Tensor((d.svh, d.svd), "float32"),
-            k_token: T.int32,
-            k_head: T.int32,
-            v_token: T.int32,
-            v_head: T.int32,
-            tokens: T.int32,
-            ctas: T.int32,
-            per: T.int32,
-            room: T.int32,
-            q_token: T.int32,
-            heads: T.int32,
-            q_rows: T.int32,
-            eps: T.float32,
-        ):
+            X: T.Tensor((NX,), dtype), POS: T.Tensor((POSITIONS if given else 1,), positions if given else "int32"),
+            COS: T.Tensor((P, WIDTH), "float32"), SIN: T.Tensor((P, WIDTH), "float32"),
+            QW: T.Tensor(weights, dtype), KW: T.Tensor(weights, dtype), Q: T.Tensor((QR, head_dim), dtype),
+            K: a.K, V: a.V, MAP: T.Tensor((MAPPED,), slots), KV: a.KV, SK: a.SK, SV: a.SV,
+            k_token: T.int32, k_head: T.int32, v_token: T.int32, v_head: T.int32,
+            tokens: T.int32, ctas: T.int32, per: T.int32, room: T.int32,
+            q_token: T.int32, heads: T.int32, q_rows: T.int32, eps: T.float32,
+        ):  # fmt: skip
             with T.Kernel(ctas + T.ceildiv(q_rows, turned.per_cta), threads=warps * 32, prelude=source) as cta:
                 T.annotate_min_blocks_per_sm(min_blocks)
                 tx = T.get_thread_binding()
                 h = turned.state()
-                t = SimpleNamespace(
-                    X=X, POS=POS, COS=COS, SIN=SIN, QW=QW, KW=KW, Q=Q, K=K, V=V, MAP=MAP, KV=KV, SK=SK, SV=SV, eps=eps,
-                    rows=P,
-                )  # fmt: skip
-                pitches = SimpleNamespace(k_token=k_token, k_head=k_head, v_token=v_token, v_head=v_head)
+                t = Tensors(
+                    K, V, None, None, KV, None, None, None, SK, SV, MAP, X, COS, SIN, QW, KW, Q, eps, POS, rows=P
+                )
                 if less(cta, ctas):
-                    store(t, pitches, tokens, per, room, cta, tx, h)
+                    keys, values = Rows(K, k_token, k_head, h, t), Rows(V, v_token, v_head)
+                    store(t, keys, values, tokens, per, room, cta, tx)
                 else:
                     turned.queries(t, h, (cta - ctas) * turned.per_cta, q_token, heads, q_rows, tx)
 
@@ -251,26 +245,15 @@ def build(
 
     @T.prim_func
     def main(
-        K: T.Tensor((d.nk,), dtype),
-        V: T.Tensor((d.nv,), dtype),
-        MAP: T.Tensor((MAPPED,), slots),
-        KV: T.Tensor((d.pages, d.hk, d.page_words), "int32"),
-        SK: T.Tensor((d.skh, d.skd), "float32"),
-        SV: T.Tensor((d.svh, d.svd), "float32"),
-        k_token: T.int32,
-        k_head: T.int32,
-        v_token: T.int32,
-        v_head: T.int32,
-        tokens: T.int32,
-        ctas: T.int32,
-        per: T.int32,
-        room: T.int32,
-    ):
+        K: a.K, V: a.V, MAP: T.Tensor((MAPPED,), slots), KV: a.KV, SK: a.SK, SV: a.SV,
+        k_token: T.int32, k_head: T.int32, v_token: T.int32, v_head: T.int32,
+        tokens: T.int32, ctas: T.int32, per: T.int32, room: T.int32,
+    ):  # fmt: skip
         with T.Kernel(ctas, threads=warps * 32, prelude=source) as cta:
             T.annotate_min_blocks_per_sm(min_blocks)
             tx = T.get_thread_binding()
-            t = SimpleNamespace(K=K, V=V, MAP=MAP, KV=KV, SK=SK, SV=SV)
-            pitches = SimpleNamespace(k_token=k_token, k_head=k_head, v_token=v_token, v_head=v_head)
-            store(t, pitches, tokens, per, room, cta, tx, None)
+            keys, values = Rows(K, k_token, k_head), Rows(V, v_token, v_head)
+            t = Tensors(K, V, None, None, KV, None, None, None, SK, SV, MAP)
+            store(t, keys, values, tokens, per, room, cta, tx)
 
     return main

@@ -4,21 +4,31 @@ memory, queries to a tensor. What the programs that do so share; ops/tiles/heads
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from typing import NamedTuple
 
 from terrazzo.ops.attention.device.tile_macros import each
-from terrazzo.ops.attention.writing.write_macros import NewRows, row_pitch
+from terrazzo.ops.attention.writing.write_macros import NewRows, Rows, row_pitch
 from terrazzo.ops.tiles import heads as heads_in_lanes
 from terrazzo.ops.tiles import row_outputs
 from terrazzo.ops.tiles.row_outputs import VECTOR
+from terrazzo.ops.tiles.types import Call, Macro
 
 SOURCES = (row_outputs.SOURCE, heads_in_lanes.SOURCE)
 """CUDA text that these macros need, beside the primitive "rows"."""
 
 
-def make_turned_macros(kind: dict, new_rows: NewRows, warps: int, pdl: bool) -> SimpleNamespace:
+class Turning(NamedTuple):
     """Macros `fetch` (a tile's new keys to shared memory) and `queries` (some heads of q to a tensor), and `state`, the
-    registers of a head in lanes; `per_cta`: heads of q that a CTA turns.
+    registers of a head in lanes; `per_cta`: heads of q that a CTA turns."""
+
+    fetch: Macro
+    queries: Macro
+    state: Call
+    per_cta: int
+
+
+def make_turned_macros(kind: dict, new_rows: NewRows, warps: int, pdl: bool) -> Turning:
+    """Those of a program.
 
     Args:
         kind: head_dim, rotary_dim, layout, dtype, norm and numerics, as of ops/tiles/heads.py.
@@ -56,7 +66,7 @@ def make_turned_macros(kind: dict, new_rows: NewRows, warps: int, pdl: bool) -> 
     @T.macro
     def fetch_turned(rows, w, of, lane):
         """A tile's new rows to shared memory, turned; rows of other tokens become zeros."""
-        h, j = of.h, lane % turned.lanes
+        h, t, j = of.registers, of.tensors, lane % turned.lanes
         for i in T.serial(turned.lanes // 2):  # 16 rows, 32 / lanes at a time
             row = i * (32 // turned.lanes) + lane // turned.lanes
             fresh = new_rows.fresh(w, row)
@@ -65,8 +75,8 @@ def make_turned_macros(kind: dict, new_rows: NewRows, warps: int, pdl: bool) -> 
                 h.v[e] = 0.0
             if T.And(fresh, j < turned.used):
                 load_head(h, of, source, w.h[0] * of.head, j)
-            angle = new_rows.angle(of.t, source)
-            turn_head(h, of.t.KW, of.t.COS, of.t.SIN, angle, of.t.eps, j, T.And(fresh, j < turned.used))
+            angle = new_rows.angle(t, source)
+            turn_head(h, t.KW, t.COS, t.SIN, angle, t.eps, j, T.And(fresh, j < turned.used))
             if j < turned.used:
                 for e in each(2):
                     at = turned.second(j) if e else turned.first(j)
@@ -90,7 +100,7 @@ def make_turned_macros(kind: dict, new_rows: NewRows, warps: int, pdl: bool) -> 
         for e in T.unroll(2 * VECTOR):
             h.v[e] = 0.0
         if wanted:
-            load_head(h, SimpleNamespace(data=t.X, token=q_token), token, (row - token * heads) * D, j)
+            load_head(h, Rows(t.X, q_token), token, (row - token * heads) * D, j)
         turn_head(h, t.QW, t.COS, t.SIN, new_rows.angle(t, token), t.eps, j, wanted)
         if wanted:
             for e in each(2):
@@ -100,6 +110,4 @@ def make_turned_macros(kind: dict, new_rows: NewRows, warps: int, pdl: bool) -> 
                     T.access_ptr(h.v[e * VECTOR], "r", VECTOR), T.float32(1),
                 )  # fmt: skip
 
-    return SimpleNamespace(
-        fetch=fetch_turned, queries=turn_queries, state=turned.state, per_cta=warps * (32 // turned.lanes)
-    )
+    return Turning(fetch_turned, turn_queries, turned.state, warps * (32 // turned.lanes))

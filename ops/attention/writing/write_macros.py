@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import NamedTuple
 
 from terrazzo.ops.attention.cache.layout import CacheLayout, residual_layout
@@ -11,8 +10,9 @@ from terrazzo.ops.attention.device.calls import load_words, store_words
 from terrazzo.ops.attention.device.decode_copies import differ, peek
 from terrazzo.ops.attention.device.primitives import CLIPPING, PAIRS_OF_F16, attention_prelude
 from terrazzo.ops.attention.device.rotation_macros import make_rotation, row_stages
-from terrazzo.ops.attention.device.tile_macros import each, larger, less, smaller
-from terrazzo.ops.attention.writing.quantize_macros import make_quantize_macros
+from terrazzo.ops.attention.device.tile_macros import Sizes, each, larger, less, smaller
+from terrazzo.ops.attention.writing.quantize_macros import Quantizing, make_quantize_macros
+from terrazzo.ops.tiles.types import Buffer, Buffers, Call, Expr, Macro
 
 OF_PAIR = ("length", "row", "new", "slot", "page", "guess")
 """What lanes know of their pairs: tokens, first new row, new rows, residual block, and the page at a guessed place."""
@@ -52,12 +52,65 @@ def row_pitch(head_dim: int) -> int:
     return head_dim // 2 + 4
 
 
-def sizes() -> SimpleNamespace:
+def sizes() -> Sizes:
     """The sizes that launches name."""
+    names = ("nk", "nv", "b", "b1", "hk", "pages", "page_words", "tb", "most", "slots", "rh", "res_words")
+    return Sizes(*names, "skh", "skd", "svh", "svd")
+
+
+class Rows(NamedTuple):
+    """New rows of keys or of values: value d of row i and head h at data[i * token + h * head + d]. Of keys that are
+    turned, `registers` of a head, and what of the `tensors` turns it."""
+
+    data: Buffer
+    token: Expr
+    head: Expr = 0
+    registers: Buffers | None = None
+    tensors: Tensors | None = None
+
+
+class Tensors(NamedTuple):
+    """The tensors of a kernel, and their types (shapes: write_program.build and slot_write_program.build); the first
+    ten are those of every one that stores by lengths."""
+
+    K: Buffer
+    V: Buffer
+    CU: Buffer | None
+    LEN: Buffer | None
+    KV: Buffer
+    TABLE: Buffer | None
+    RES: Buffer | None
+    SLOT: Buffer | None
+    SK: Buffer
+    SV: Buffer
+    MAP: Buffer | None = None
+    X: Buffer | None = None
+    COS: Buffer | None = None
+    SIN: Buffer | None = None
+    QW: Buffer | None = None
+    KW: Buffer | None = None
+    Q: Buffer | None = None
+    eps: Expr = 0.0
+    POS: Buffer | None = None
+    rows: Expr = 0
+
+
+def arguments(d: Sizes, dtype: str) -> Tensors:
+    """The types of the tensors that programs which store have."""
     import tilelang.language as T
 
-    names = ("nk", "nv", "b", "b1", "hk", "pages", "page_words", "tb", "most", "slots", "rh", "res_words")
-    return SimpleNamespace(**{name: T.dynamic(name) for name in (*names, "skh", "skd", "svh", "svd")})
+    return Tensors(
+        K=T.Tensor((d.nk,), dtype),
+        V=T.Tensor((d.nv,), dtype),
+        CU=T.Tensor((d.b1,), "int32"),
+        LEN=T.Tensor((d.b,), "int32"),
+        KV=T.Tensor((d.pages, d.hk, d.page_words), "int32"),
+        TABLE=T.Tensor((d.tb, d.most), "int32"),
+        RES=T.Tensor((d.slots, d.rh, d.res_words), "int32"),
+        SLOT=T.Tensor((d.b,), "int32"),
+        SK=T.Tensor((d.skh, d.skd), "float32"),
+        SV=T.Tensor((d.svh, d.svd), "float32"),
+    )
 
 
 def prelude(target, layout: CacheLayout, *names: str, extra: tuple[str, ...] = ()) -> str:
@@ -67,12 +120,26 @@ def prelude(target, layout: CacheLayout, *names: str, extra: tuple[str, ...] = (
     return attention_prelude("cp_async", "lds", "ldmatrix", "pack", *names, *early, extra=(*clipping, *extra))
 
 
-def make_write_macros(
-    target, layout: CacheLayout, d: SimpleNamespace, *, dtype: str, page: int, residual: int, warps: int,
-    new_rows: NewRows | None = None,
-) -> SimpleNamespace:  # fmt: skip
+class Writing(NamedTuple):
     """Macros `learn`, `fetch`, `collect` and `find_block`; the addresses `spare_tile`, `block_of` and `tile_of`; the
-    operands' macros `keys` and `values`.
+    operands' macros `keys` and `values`."""
+
+    learn: Macro
+    fetch: Macro
+    collect: Macro
+    find_block: Macro
+    spare_tile: Call
+    block_of: Call
+    tile_of: Call
+    keys: Quantizing
+    values: Quantizing
+
+
+def make_write_macros(
+    target, layout: CacheLayout, d: Sizes, *, dtype: str, page: int, residual: int, warps: int,
+    new_rows: NewRows | None = None,
+) -> Writing:  # fmt: skip
+    """Those of a program.
 
     Args:
         d: of `sizes`. warps: tiles of a channel group. new_rows: of a tile; the newest tokens where None.
@@ -144,7 +211,7 @@ def make_write_macros(
     def collect(st, rows, w, is_key, lane):
         """The rows as operand registers."""
         T.call_extern("handle", "tz_cp_wait<0>")
-        if keys.rotated if is_key else values.rotated:
+        if (layout.k if is_key else layout.v).rotated:
             rotate_rows(st, rows, w, lane)
         for a in each(D // 16):
             if is_key:
@@ -158,7 +225,7 @@ def make_write_macros(
                 T.access_ptr(rows[(w.warp * 16 + row) * pitch + a * 8 + col], "r", 4),
             )  # fmt: skip
         T.call_extern("handle", "tz_syncwarp")
-        if through_f16 and not (keys.rotated if is_key else values.rotated):
+        if through_f16 and not (layout.k if is_key else layout.v).rotated:
             for i in each(D // 4):
                 for e in each(2):
                     st.f[e] = T.call_extern("float32", f"tz_unpack<true, {e}>", st.x[i])
@@ -195,7 +262,4 @@ def make_write_macros(
         """Address of the token's tile."""
         return block_of(KV, w, layout.channel_words + w.token[0] % layout.block_tokens // 16 * layout.tile_words)
 
-    return SimpleNamespace(
-        learn=learn, fetch=fetch, collect=collect, find_block=find_block, spare_tile=spare_tile, block_of=block_of,
-        tile_of=tile_of, keys=keys, values=values,
-    )  # fmt: skip
+    return Writing(learn, fetch, collect, find_block, spare_tile, block_of, tile_of, keys, values)

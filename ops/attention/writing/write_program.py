@@ -18,29 +18,31 @@ overwrites. Until then it fetches into L2 what the residual ring holds of the bl
 guesses which page is asked for.
 """
 
-from types import SimpleNamespace
+from typing import NamedTuple
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.attention.cache.layout import CacheLayout, residual_layout
-from terrazzo.ops.attention.device.tile_macros import each, larger, less, smaller
+from terrazzo.ops.attention.device.tile_macros import Sizes, each, larger, less, smaller
 from terrazzo.ops.attention.writing.quantize_macros import tile_state
 from terrazzo.ops.attention.writing.turned_macros import SOURCES as TURNING
 from terrazzo.ops.attention.writing.turned_macros import make_turned_macros
 from terrazzo.ops.attention.writing.write_macros import (
     INTEGERS,
     OF_PAIR,
+    Rows,
+    Tensors,
+    Writing,
+    arguments,
     make_write_macros,
     newest_rows,
     prelude,
     row_pitch,
     sizes,
 )
+from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
+from terrazzo.ops.tiles.types import Macro, scalars
 
-PASS_CONFIGS = (  # barriers and bounds are the program's own
-    ("tl.disable_safe_memory_legalize", True),
-    ("tl.disable_thread_storage_sync", True),
-    ("tl.disable_warp_specialized", True),
-)
+PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 
 
 def chunk_warps(residual: int) -> int:
@@ -55,22 +57,33 @@ def shares(pairs: int, most_new: int, warps: int, sms: int) -> tuple[int, int]:
     return max(1, min(warps // (2 * touched), -(-pairs // (2 * sms)))), touched
 
 
+class Blocks(NamedTuple):
+    """Macros of a block of new tokens: `place` it, `prefetch` for it, store a tile `alone`, pack it `together`."""
+
+    place: Macro
+    prefetch: Macro
+    alone: Macro
+    together: Macro
+
+
 def make_block_macros(
-    m: SimpleNamespace, d: SimpleNamespace, layout: CacheLayout, page: int, residual: int, pdl: bool, fetch_keys
-) -> SimpleNamespace:
-    """Macros of a block of new tokens: `place` it, `prefetch` for it, store a tile `alone`, pack it `together`.
+    m: Writing, d: Sizes, layout: CacheLayout, page: int, residual: int, pdl: bool, fetch_keys: Macro
+) -> Blocks:
+    """Those of a program.
 
     Args:
-        m: of make_write_macros. d: sizes. pdl: whether the kernel may start early, and guesses pages.
-        fetch_keys: brings a tile's new rows of keys.
+        pdl: whether the kernel may start early, and guesses pages. fetch_keys: brings a tile's new rows of keys.
     """
     import tilelang.language as T
 
     spare, chunk = residual_layout(layout), 16 * chunk_warps(residual)
     stats = first_of_statistics(layout, residual)
-    learn, fetch, collect = m.learn, m.fetch, m.collect
-    find_block, spare_tile, block_of, tile_of = m.find_block, m.spare_tile, m.block_of, m.tile_of
+    learn, fetch, collect, find_block, spare_tile, block_of, tile_of, *_ = m
     HK, SLOTS = d.hk, d.slots
+
+    def place_of(operand):
+        """Words into a tile of the ring where an operand begins."""
+        return 0 if operand.of.is_key else spare.k_words
 
     @T.macro
     def place(known, w, i, block):
@@ -88,11 +101,11 @@ def make_block_macros(
             w.guess[0] = T.call_extern("int32", "tz_of_lane", known.guess[0], i)
 
     @T.macro
-    def prefetch(LEN, CU, SLOT, RES, known, w, pairs, block, per, lane):
+    def prefetch(t, known, w, pairs, block, per, lane):
         """Old tokens of complete and of touched tiles on their way to L2, a tile for each warp, and a guess which page
         is needed; what says where they are may be wrong, so it is clamped."""
         known.guess[0] = 0
-        learn(LEN, CU, SLOT, known, w, pairs, lane)
+        learn(t.LEN, t.CU, t.SLOT, known, w, pairs, lane)
         known.page[0] = known.length[0] - known.new[0]
         known.guess[0] = larger(known.page[0], (known.page[0] // chunk + block) * chunk) // max(page, 1)
         if residual:
@@ -104,21 +117,23 @@ def make_block_macros(
                     if T.And(T.And(less(w.token[0], w.old[0]), less(-1, w.token[0])), T.And(wanted, less(lane, 1))):
                         T.call_extern(
                             "handle", "tz_prefetch",
-                            spare_tile(RES, w, smaller(larger(w.slot[0], 0), SLOTS - 1), 0, "r"), 4 * spare.tile_words,
+                            spare_tile(t.RES, w, smaller(larger(w.slot[0], 0), SLOTS - 1), 0, "r"),
+                            4 * spare.tile_words,
                         )  # fmt: skip
 
     @T.macro
     def pack(operand, st, rows, KV, w, merge, lane):
         """The operand's words, and parameters, to the page."""
-        if operand.token_wise:
+        if operand.of.fmt.token_wise:
             operand.token_parameters(st, tile_of(KV, w), rows, w.warp * 16 * row_pitch(layout.head_dim), lane)
-        if operand.channel:
+        if operand.of.fmt.group:
             operand.channel_parameters(st, rows, stats, block_of(KV, w), w.warp, lane)
         operand.store(st, rows, stats, tile_of(KV, w), merge, lane)
 
     @T.macro
-    def alone(operand, is_key, of, offset, st, rows, KV, RES, scale, w, lane):
+    def alone(operand, of, st, rows, t, w, lane):
         """One operand of a tile that a warp stores by itself: merged into its page, or kept in the residual ring."""
+        is_key = operand.of.is_key
         if is_key:
             fetch_keys(rows, w, of, lane)
         else:
@@ -127,39 +142,39 @@ def make_block_macros(
         older = less(w.token[0], w.old[0])
         if residual:
             if older:
-                operand.recall(st, spare_tile(RES, w, w.slot[0], offset, "r"), lane)
+                operand.recall(st, spare_tile(t.RES, w, w.slot[0], place_of(operand), "r"), lane)
             collect(st, rows, w, is_key, lane)
             if older:
                 operand.mix(st)
-            operand.keep(st, spare_tile(RES, w, w.slot[0], offset, "w"), lane)
+            operand.keep(st, spare_tile(t.RES, w, w.slot[0], place_of(operand), "w"), lane)
         else:
             find_block(w)
-            if operand.static:
-                operand.recall_scales(st, scale, w.h[0], lane)
+            if operand.of.fmt.static:
+                operand.recall_scales(st, t.SK if is_key else t.SV, w.h[0], lane)
             if older:
-                operand.recall_words(st, tile_of(KV, w), lane)
+                operand.recall_words(st, tile_of(t.KV, w), lane)
             collect(st, rows, w, is_key, lane)
-            pack(operand, st, rows, KV, w, older, lane)
+            pack(operand, st, rows, t.KV, w, older, lane)
 
     @T.macro
-    def together(operand, is_key, after, offset, st, rows, KV, RES, scale, w, lane):
+    def together(operand, after, st, rows, t, w, lane):
         """One operand of the warp's tile of a complete block; `after` is fetched once it has left shared memory."""
         operand.find_new(st, w.token[0], w.old[0], lane)
         older = less(w.token[0], w.old[0])
         if older:
-            operand.recall(st, spare_tile(RES, w, w.slot[0], offset, "r"), lane)
-        if operand.static:
-            operand.recall_scales(st, scale, w.h[0], lane)
-        collect(st, rows, w, is_key, lane)
+            operand.recall(st, spare_tile(t.RES, w, w.slot[0], place_of(operand), "r"), lane)
+        if operand.of.fmt.static:
+            operand.recall_scales(st, t.SK if operand.of.is_key else t.SV, w.h[0], lane)
+        collect(st, rows, w, operand.of.is_key, lane)
         if after is not None:
             fetch(rows, w, after, lane)
         if older:
             operand.mix(st)
         for c in each(4):
             st.new[c] = T.uint32(0xFFFFFFFF)
-        pack(operand, st, rows, KV, w, False, lane)
+        pack(operand, st, rows, t.KV, w, False, lane)
 
-    return SimpleNamespace(place=place, prefetch=prefetch, alone=alone, together=together)
+    return Blocks(place, prefetch, alone, together)
 
 
 def first_of_statistics(layout: CacheLayout, residual: int) -> int:
@@ -168,30 +183,28 @@ def first_of_statistics(layout: CacheLayout, residual: int) -> int:
 
 
 def make_store_macro(
-    m: SimpleNamespace, d: SimpleNamespace, layout: CacheLayout, page: int, residual: int, pdl: bool, fetch_keys
-):
+    m: Writing, d: Sizes, layout: CacheLayout, page: int, residual: int, pdl: bool, fetch_keys: Macro
+) -> Macro:
     """The macro that stores the blocks of a CTA; arguments as of make_block_macros."""
     import tilelang.language as T
 
     made = make_block_macros(m, d, layout, page, residual, pdl, fetch_keys)
-    spare, D, warps = residual_layout(layout), layout.head_dim, chunk_warps(residual)
+    D, warps = layout.head_dim, chunk_warps(residual)
     chunk, stats, B, HK = 16 * warps, first_of_statistics(layout, residual), d.b, d.hk
 
     @T.macro
-    def store(t, pitches, first, blocks, per, touched, cta, tx, h):
-        """What a CTA stores; t: the tensors, h: registers of the heads that it turns, or None."""
+    def store(t, keys_of, values_of, first, blocks, per, touched, cta, tx):
+        """What a CTA stores of rows of keys and of values."""
         rows = T.alloc_shared((stats + ((2 + warps) * D if layout.k.group else 0),), "int32")
         lane = tx % 32
         st = tile_state(D, layout.k, layout.v)
-        known = SimpleNamespace(**{name: T.alloc_local((1,), "int32") for name in OF_PAIR})
-        ints = {name: T.alloc_local((1,), "int32") for name in INTEGERS}
+        known = scalars(*OF_PAIR)
+        w = scalars(*INTEGERS)
         x = T.truncmod(cta, blocks)
-        w = SimpleNamespace(warp=tx // 32, first=T.truncdiv(cta, blocks) * per, table=t.TABLE, **ints)
-        keys_of = SimpleNamespace(data=t.K, token=pitches.k_token, head=pitches.k_head, h=h, t=t)
-        values_of = SimpleNamespace(data=t.V, token=pitches.v_token, head=pitches.v_head)
+        vars(w).update(warp=tx // 32, first=T.truncdiv(cta, blocks) * per, table=t.TABLE)
         if pdl:
             T.pdl_trigger()
-            made.prefetch(t.LEN, t.CU, t.SLOT, t.RES, known, w, B * HK, first + x, per, lane)
+            made.prefetch(t, known, w, B * HK, first + x, per, lane)
             T.pdl_sync()
         m.learn(t.LEN, t.CU, t.SLOT, known, w, B * HK, lane)
         for n in T.serial(T.truncdiv(2 * per * touched + warps - 1 - w.warp, warps)):  # keys | values of a tile
@@ -202,9 +215,9 @@ def make_store_macro(
                 apart = T.And(less(w.token[0], smaller(w.base[0] + chunk, w.length[0])), less(w.old[0], w.length[0]))
                 if T.And(apart, less(w.length[0], w.base[0] + chunk)) if residual else apart:
                     if less((n * warps + w.warp) % 2, 1):
-                        made.alone(m.keys, True, keys_of, 0, st, rows, t.KV, t.RES, t.SK, w, lane)
+                        made.alone(m.keys, keys_of, st, rows, t, w, lane)
                     else:
-                        made.alone(m.values, False, values_of, spare.k_words, st, rows, t.KV, t.RES, t.SV, w, lane)
+                        made.alone(m.values, values_of, st, rows, t, w, lane)
         if residual:
             for i in T.serial(per):
                 if less(w.first + i, B * HK):
@@ -213,8 +226,8 @@ def make_store_macro(
                     if T.And(less(w.old[0], w.length[0]), less(w.base[0] + chunk - 1, w.length[0])):
                         m.find_block(w)
                         fetch_keys(rows, w, keys_of, lane)
-                        made.together(m.keys, True, values_of, 0, st, rows, t.KV, t.RES, t.SK, w, lane)
-                        made.together(m.values, False, None, spare.k_words, st, rows, t.KV, t.RES, t.SV, w, lane)
+                        made.together(m.keys, values_of, st, rows, t, w, lane)
+                        made.together(m.values, None, st, rows, t, w, lane)
 
     return store
 
@@ -262,54 +275,33 @@ def build(
     static = "static" in (layout.k.scaling, layout.v.scaling)  # scales of all dimensions lie in registers beside heads
     min_blocks = max(1, (8 if D > 128 else 12 if static and rotary_dim else 16) // warps)
 
+    a = arguments(d, dtype)
     if rotary_dim:
         NX, P, WIDTH, QR = T.dynamic("nx"), T.dynamic("p"), T.dynamic("width"), T.dynamic("qr")
+        weights = (D if norm != "none" else 1,)
 
         @T.prim_func
         def main(
-            X: T.Tensor((NX,), dtype),
-            COS: T.Tensor((P, WIDTH), "float32"),
-            SIN: T.Tensor((P, WIDTH), "float32"),
-            QW: T.Tensor((D if norm != "none" else 1,), dtype),
-            KW: T.Tensor((D if norm != "none" else 1,), dtype),
-            Q: T.Tensor((QR, D), dtype),
-            K: T.Tensor((d.nk,), dtype),
-            V: T.Tensor((d.nv,), dtype),
-            CU: T.Tensor((d.b1,), "int32"),
-            LEN: T.Tensor((d.b,), "int32"),
-            KV: T.Tensor((d.pages, d.hk, d.page_words), "int32"),
-            TABLE: T.Tensor((d.tb, d.most), "int32"),
-            RES: T.Tensor((d.slots, d.rh, d.res_words), "int32"),
-            SLOT: T.Tensor((d.b,), "int32"),
-            SK: T.Tensor((d.skh, d.skd), "float32"),
-            SV: T.Tensor((d.svh, d.svd), "float32"),
-            k_token: T.int32,
-            k_head: T.int32,
-            v_token: T.int32,
-            v_head: T.int32,
-            first: T.int32,
-            blocks: T.int32,
-            groups: T.int32,
-            per: T.int32,
-            touched: T.int32,
-            q_token: T.int32,
-            heads: T.int32,
-            q_rows: T.int32,
-            eps: T.float32,
-        ):
+            X: T.Tensor((NX,), dtype), COS: T.Tensor((P, WIDTH), "float32"), SIN: T.Tensor((P, WIDTH), "float32"),
+            QW: T.Tensor(weights, dtype), KW: T.Tensor(weights, dtype), Q: T.Tensor((QR, D), dtype),
+            K: a.K, V: a.V, CU: a.CU, LEN: a.LEN, KV: a.KV, TABLE: a.TABLE, RES: a.RES, SLOT: a.SLOT,
+            SK: a.SK, SV: a.SV,
+            k_token: T.int32, k_head: T.int32, v_token: T.int32, v_head: T.int32,
+            first: T.int32, blocks: T.int32, groups: T.int32, per: T.int32, touched: T.int32,
+            q_token: T.int32, heads: T.int32, q_rows: T.int32, eps: T.float32,
+        ):  # fmt: skip
             with T.Kernel(
                 blocks * groups + T.ceildiv(q_rows, turned.per_cta), threads=warps * 32, prelude=sources
             ) as cta:
                 T.annotate_min_blocks_per_sm(min_blocks)
                 tx = T.get_thread_binding()
                 h = turned.state()
-                t = SimpleNamespace(
-                    X=X, COS=COS, SIN=SIN, QW=QW, KW=KW, Q=Q, K=K, V=V, CU=CU, LEN=LEN, KV=KV, TABLE=TABLE, RES=RES,
-                    SLOT=SLOT, SK=SK, SV=SV, eps=eps,
-                )  # fmt: skip
-                pitches = SimpleNamespace(k_token=k_token, k_head=k_head, v_token=v_token, v_head=v_head)
+                t = Tensors(
+                    K, V, CU, LEN, KV, TABLE, RES, SLOT, SK, SV, X=X, COS=COS, SIN=SIN, QW=QW, KW=KW, Q=Q, eps=eps
+                )
                 if less(cta, blocks * groups):
-                    store(t, pitches, first, blocks, per, touched, cta, tx, h)
+                    keys, values = Rows(K, k_token, k_head, h, t), Rows(V, v_token, v_head)
+                    store(t, keys, values, first, blocks, per, touched, cta, tx)
                 else:
                     unit = (cta - blocks * groups) * turned.per_cta
                     turned.queries(t, h, unit, q_token, heads, q_rows, tx)
@@ -318,31 +310,15 @@ def build(
 
     @T.prim_func
     def main(
-        K: T.Tensor((d.nk,), dtype),
-        V: T.Tensor((d.nv,), dtype),
-        CU: T.Tensor((d.b1,), "int32"),
-        LEN: T.Tensor((d.b,), "int32"),
-        KV: T.Tensor((d.pages, d.hk, d.page_words), "int32"),
-        TABLE: T.Tensor((d.tb, d.most), "int32"),
-        RES: T.Tensor((d.slots, d.rh, d.res_words), "int32"),
-        SLOT: T.Tensor((d.b,), "int32"),
-        SK: T.Tensor((d.skh, d.skd), "float32"),
-        SV: T.Tensor((d.svh, d.svd), "float32"),
-        k_token: T.int32,
-        k_head: T.int32,
-        v_token: T.int32,
-        v_head: T.int32,
-        first: T.int32,
-        blocks: T.int32,
-        groups: T.int32,
-        per: T.int32,
-        touched: T.int32,
-    ):
+        K: a.K, V: a.V, CU: a.CU, LEN: a.LEN, KV: a.KV, TABLE: a.TABLE, RES: a.RES, SLOT: a.SLOT, SK: a.SK, SV: a.SV,
+        k_token: T.int32, k_head: T.int32, v_token: T.int32, v_head: T.int32,
+        first: T.int32, blocks: T.int32, groups: T.int32, per: T.int32, touched: T.int32,
+    ):  # fmt: skip
         with T.Kernel(blocks * groups, threads=warps * 32, prelude=sources) as cta:
             T.annotate_min_blocks_per_sm(min_blocks)
             tx = T.get_thread_binding()
-            t = SimpleNamespace(K=K, V=V, CU=CU, LEN=LEN, KV=KV, TABLE=TABLE, RES=RES, SLOT=SLOT, SK=SK, SV=SV)
-            pitches = SimpleNamespace(k_token=k_token, k_head=k_head, v_token=v_token, v_head=v_head)
-            store(t, pitches, first, blocks, per, touched, cta, tx, None)
+            keys, values = Rows(K, k_token, k_head), Rows(V, v_token, v_head)
+            t = Tensors(K, V, CU, LEN, KV, TABLE, RES, SLOT, SK, SV)
+            store(t, keys, values, first, blocks, per, touched, cta, tx)
 
     return main

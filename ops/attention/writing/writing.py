@@ -9,8 +9,8 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching
-from terrazzo.ops.attention.cache.launch import current_targets, multiples, own_slots, stand_ins
-from terrazzo.ops.attention.decoding import op
+from terrazzo.ops.attention import checks
+from terrazzo.ops.attention.cache import launch
 from terrazzo.ops.attention.writing import ring_write_program, write_program
 
 if TYPE_CHECKING:
@@ -30,10 +30,7 @@ def write_kernel(
     """The kernel that stores keys and values of `dtype`; `device` runs it where that is newer than `target`."""
     params = {**layout.params(), "dtype": dtype, "page": page, "residual": residual}
     program = ring_write_program if slides(layout, residual) else write_program
-    return KernelRequest(
-        "attention.write", f"{program.__name__}:build", tuple(params.items()), target, program.PASS_CONFIGS,
-        launching.ptx_flags(target, device),
-    )  # fmt: skip
+    return launch.request("write", program, params, target, device)
 
 
 def slides(layout: CacheLayout, residual: int) -> bool:
@@ -47,16 +44,17 @@ def write_request(cache: PackedCache, dtype: str, target: Target, device: Target
     Raises:
         ArgumentError: another dtype.
     """
-    if dtype not in ("float16", "bfloat16"):
+    if dtype not in checks.DTYPES:
         raise ArgumentError("k", dtype, "must be float16 or bfloat16", "cast it")
-    return write_kernel(cache.layout, dtype, cache.page_size, cache.residual_tokens, target, device)
+    return write_kernel(cache.layout, dtype, cache.page_size, cache._ring, target, device)
 
 
+@lru_cache(maxsize=4096)
 def grids(
     layout: CacheLayout, residual: int, pairs: int, most_new: int, sms: int
 ) -> list[tuple[int, int, int, int, int]]:
-    """The last five scalars of each launch that together store up to `most_new` tokens of each sequence. The first is
-    the first block, or the phase of a ring's; then blocks, groups of pairs, pairs of a CTA, and tiles of a pair."""
+    """Five scalars of each launch that together store up to `most_new` tokens of each sequence: the first block, or the
+    phase of a ring's; then blocks, groups of pairs, pairs of a CTA, and tiles of a pair."""
     if slides(layout, residual):
         found = ring_write_program.launches(most_new, residual, pairs, sms)
         return [(phase, blocks, -(-pairs // per), per, tiles) for phase, blocks, per, tiles in found]
@@ -76,73 +74,55 @@ def launches(most_new: int, chunk: int, residual: int) -> list[tuple[int, int]]:
 
 def run_append(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, target: Target | str | None) -> None:
     """`append` of k and v [B, q_len, Hkv, D]."""
-    cache.check()
-    if k.dim() != 4 or len(k) != len(cache.lengths):
-        constraint = f"must be [{len(cache.lengths)}, q_len, {cache.kv_heads}, {cache.layout.head_dim}]"
+    sequences = len(launch.operands(cache).lengths)
+    if k.dim() != 4 or len(k) != sequences:
+        constraint = f"must be [{sequences}, q_len, {cache.pages.shape[1]}, {cache.layout.head_dim}]"
         raise ArgumentError("k", list(k.shape), constraint, "pass the new tokens of each sequence")
-    batch, new = k.shape[:2]
-    if batch * new == 0:
-        check_rows(cache, k, v)
-        return
-    _write(cache, k, v, multiples(batch + 1, new, k.device), new, target)
+    check_rows(cache, k, v)
+    new = k.shape[1]
+    if sequences * new:
+        _write(cache, k, v, launch.multiples(sequences + 1, new, k.device), new, target)
 
 
 def run_store(
-    cache: PackedCache,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    most_new: int,
+    cache: PackedCache, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, most_new: int,
     target: Target | str | None,
-) -> None:
+) -> None:  # fmt: skip
     """`store` of eager tensors."""
-    import torch
-
-    cache.check()
-    if k.dim() != 3:
-        constraint = f"must be [tokens, {cache.kv_heads}, {cache.layout.head_dim}]"
-        raise ArgumentError("k", list(k.shape), constraint, "flatten batch and tokens")
-    size = (len(cache.lengths) + 1,)
-    if cu_seqlens.dtype != torch.int32 or tuple(cu_seqlens.shape) != size or cu_seqlens.device != k.device:
-        seen = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)} on {cu_seqlens.device}"
-        raise ArgumentError("cu_seqlens", seen, f"must be int32 {list(size)} on {k.device}", "cast it")
-    check_most_new(most_new)
-    check_some_new("k", len(k), most_new, len(cache.lengths))
+    sequences = len(launch.operands(cache).lengths)
+    check_flat(cache, k)
+    checks.check_starts(cu_seqlens, sequences, k)
+    checks.check_most_new(most_new)
+    checks.check_some_new("k", len(k), most_new, sequences)
+    check_rows(cache, k, v)
     if len(k):
         _write(cache, k, v, cu_seqlens.contiguous(), min(most_new, len(k)), target)  # a generous bound costs no CTAs
-    else:
-        check_rows(cache, k, v)
 
 
-def check_most_new(most_new: int) -> None:
-    """Raise ArgumentError unless it is a number of tokens that kernels can count."""
-    if type(most_new) is not int or not 0 <= most_new < launching.LARGEST:
-        constraint = f"must be an integer, not negative, below {launching.LARGEST}"
-        raise ArgumentError("most_new", most_new, constraint, "pass the longest sequence's new tokens")
-
-
-def check_some_new(name: str, count: int, most_new: int, batch: int) -> None:
-    """Raise ArgumentError where rows of new tokens belong to no sequence, so that no kernel would look at them."""
-    if count and not (most_new and batch):
-        seen = f"{count} tokens, most_new {most_new}, {batch} sequences"
-        raise ArgumentError(name, seen, "has new tokens of no sequence", "pass the longest sequence's as most_new")
+def check_flat(cache: PackedCache, k: torch.Tensor) -> None:
+    """Raise ArgumentError unless tokens of all sequences follow one another."""
+    if k.dim() != 3:
+        constraint = f"must be [tokens, {cache.pages.shape[1]}, {cache.layout.head_dim}]"
+        raise ArgumentError("k", list(k.shape), constraint, "flatten batch and tokens")
 
 
 def check_kinds(operator: str, cache: PackedCache, k: torch.Tensor, v: torch.Tensor, shape: str) -> None:
     """What traced calls are asked too; the cache's own tensors are checked by eager calls alone."""
-    op.check_kind(cache)
+    import torch
+
+    checks.check_kind(cache)
     for name, x in (("k", k), ("v", v)):
+        if type(x) is torch.Tensor and x.layout is torch.strided and not x.requires_grad:
+            continue
         launching.check_tensor(x, name, shape)
         launching.check_no_grad(x, operator, name)
 
 
 def check_rows(cache: PackedCache, k: torch.Tensor, v: torch.Tensor) -> None:
     """Raise ArgumentError unless rows of new tokens fit each other and the cache."""
-    import torch
-
-    size = (cache.kv_heads, cache.layout.head_dim)
+    size = (cache.pages.shape[1], cache.layout.head_dim)
     for name, x in (("k", k), ("v", v)):
-        if tuple(x.shape[-2:]) != size or x.dtype not in (torch.float16, torch.bfloat16) or x.dtype != k.dtype:
+        if tuple(x.shape[-2:]) != size or str(x.dtype)[6:] not in checks.DTYPES or x.dtype != k.dtype:
             constraint = f"must be float16 or bfloat16 [..., {size[0]}, {size[1]}], as k"
             raise ArgumentError(name, f"{x.dtype} {list(x.shape)}", constraint, "reshape or cast it")
         if x.shape != k.shape or x.device != cache.pages.device:
@@ -170,21 +150,11 @@ def rows_of(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
 
 
 def _write(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, most_new: int, target) -> None:
-    check_rows(cache, k, v)
-    at, device = current_targets(target, k.device)
-    kernel = launching.warm_kernel(
-        write_request(cache, str(k.dtype).removeprefix("torch."), at, device), most_new, "append", k.device
-    )
-    none = stand_ins(k.device)
+    at, device = launch.current_targets(target, k.device)
+    wanted = write_request(cache, str(k.dtype).removeprefix("torch."), at, device)
+    kernel, _ = launch.warm(wanted, k.device, "up to {} new tokens of a sequence", most_new)
     (k_rows, *k_pitches), (v_rows, *v_pitches) = rows_of(k), rows_of(v)
-    pairs = len(cache.lengths) * cache.kv_heads
-    for scalars in grids(cache.layout, cache.residual_tokens, pairs, most_new, device.sms):
-        kernel(
-            k_rows, v_rows, starts, cache.lengths, cache.pages,
-            none["table"] if cache.block_table is None else cache.block_table,
-            none["residual"] if cache.residual is None else cache.residual,
-            own_slots(len(cache.lengths), k.device) if cache.slots is None else cache.slots,
-            none["static"] if cache.k_static is None else cache.k_static,
-            none["static"] if cache.v_static is None else cache.v_static,
-            *k_pitches, *v_pitches, *scalars,
-        )  # fmt: skip
+    pages, table, lengths, *rest = launch.operands(cache)
+    pairs = len(lengths) * pages.shape[1]
+    for scalars in grids(cache.layout, cache._ring, pairs, most_new, device.sms):
+        kernel(k_rows, v_rows, starts, lengths, pages, table, *rest, *k_pitches, *v_pitches, *scalars)

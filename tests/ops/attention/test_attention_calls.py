@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from terrazzo.lowering import kernels
-from terrazzo.lowering.errors import ArgumentError, TargetError
+from terrazzo.lowering.errors import ArgumentError, CaptureError, TargetError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching
-from terrazzo.ops.attention import append, decode, decode_requests, pack_cache, prefill, prefill_requests, store
+from terrazzo.ops.attention import append, checks, decode, decode_requests, pack_cache, prefill, prefill_requests, store
 from terrazzo.ops.attention.cache import launch
 from terrazzo.ops.attention.cache.layout import CacheLayout
 from terrazzo.ops.attention.decoding import op
@@ -34,12 +36,10 @@ def cache():
 def on_a_gpu(monkeypatch):
     """CPU tensors pass for a GPU's, up to the launch of `seen`'s kernels."""
     seen = []
-    monkeypatch.setattr(op, "check_options", lambda q, *numbers: op.check_numbers(*numbers))
+    monkeypatch.setattr(checks, "check_on_gpu", lambda q: None)
     monkeypatch.setattr(writing, "check_rows", lambda *args: None)
-    for module in (op, prefill_op, writing):
-        monkeypatch.setattr(module, "current_targets", lambda *args: (H200, H200))
-    monkeypatch.setattr(prefill_op, "warm_kernel", lambda *args: lambda *given: seen.append(given))
-    monkeypatch.setattr(launching, "warm_kernel", lambda *args: lambda *given: seen.append(given))
+    monkeypatch.setattr(launch, "current_targets", lambda *args: (H200, H200))
+    monkeypatch.setattr(launch, "warm", lambda *args: (lambda *given: seen.append(given), False))
     return seen
 
 
@@ -157,7 +157,6 @@ def test_multiples_live_as_long_as_the_process():
     assert any(kept.data_ptr() == address for kept in launch._multiples[device, 7])  # a captured graph reads it
     assert launch.multiples(5, 7, device) is first  # no slice of each call
     assert launch.multiples(2, 2**30, device).tolist() == [0, 2**30]
-    assert launch.own_slots(3, device).tolist() == [0, 1, 2]
 
 
 def test_what_a_graph_makes_serves_no_other_call(monkeypatch):
@@ -168,6 +167,28 @@ def test_what_a_graph_makes_serves_no_other_call(monkeypatch):
     kept = launch.multiples(3, 11, device).data_ptr()
     monkeypatch.setattr(launching, "may_keep", lambda device: False)
     assert launch.multiples(3, 11, device).data_ptr() == kept
+
+
+def test_what_a_cache_hands_to_kernels_is_found_once(cache, monkeypatch):
+    first = launch.operands(cache)
+    assert launch.operands(cache) is first and first.slots.tolist() == [0, 1, 2]
+    other = replace(cache, lengths=cache.lengths.clone())
+    assert launch.operands(other).lengths is other.lengths and launch.operands(other).pages is first.pages
+    copied = copy.deepcopy(cache)
+    assert launch.operands(copied).pages is copied.pages and copied.pages is not cache.pages
+    monkeypatch.setattr(launching, "may_keep", lambda device: False)  # in a capture
+    made = replace(cache)
+    assert launch.operands(made) is not launch.operands(made)
+
+
+def test_a_kernel_that_was_never_launched_is_not_captured(cache, monkeypatch):
+    monkeypatch.setattr(launch, "capturing", lambda device: True)
+    monkeypatch.setattr(kernels, "get_kernel", lambda request: SimpleNamespace(warm_on=lambda device: False))
+    request = decode_requests((3, 1, 8, 128), cache, target="sm_80")[0]
+    with pytest.raises(CaptureError, match="attention.decode for 3 sequences of up to 7 tokens was never launched"):
+        launch.warm(request, torch.device("cpu"), "{} sequences of up to {} tokens", 3, 7)
+    monkeypatch.setattr(kernels, "get_kernel", lambda request: SimpleNamespace(warm_on=lambda device: True))
+    assert launch.warm(request, torch.device("cpu"), "a call")[1]
 
 
 @pytest.mark.parametrize("pitch", [2**31, 2**32, 2**30])
@@ -346,9 +367,7 @@ def test_decode_names_queries_that_do_not_fit(cache, on_a_gpu, change):
 
 
 def test_ragged_decode_says_what_does_not_fit(cache, on_a_gpu, monkeypatch):
-    monkeypatch.setattr(op, "semaphores", lambda *args: None)
-    monkeypatch.setattr(op, "capturing", lambda device: False)
-    monkeypatch.setattr(kernels, "get_kernel", lambda request: lambda *given: on_a_gpu.append(given))
+    monkeypatch.setattr(launch, "semaphores", lambda *args: None)
     q, starts = q_of(cache, 6)
     for words, call in (
         ("most_new = 4: belongs to cu_seqlens", lambda: decode(q, cache, most_new=4)),

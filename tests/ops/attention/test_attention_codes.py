@@ -8,8 +8,9 @@ import pytest
 import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import quantized
-from terrazzo.ops.attention import decode, decode_requests, pack_cache, torch_op
-from terrazzo.ops.attention.decoding import codes, op, reference
+from terrazzo.ops.attention import checks, decode, decode_requests, pack_cache, torch_op
+from terrazzo.ops.attention.cache import launch
+from terrazzo.ops.attention.decoding import codes, reference
 from torch._subclasses import FakeTensorMode
 
 FORMS = [(quant, columns) for quant in quantized.QUANTS for columns in {False, "block" in quant}]
@@ -37,7 +38,7 @@ def test_fake_tensors_know_the_codes(cache, quant, columns):
 def test_a_node_of_a_graph_has_the_codes_of_its_output(cache, quant, columns):
     rng = torch.Generator().manual_seed(2)
     q, smooth = torch.randn(3, 1, 6, 64, generator=rng).half(), torch.rand(384, generator=rng) + 0.5
-    out, lse, *parts = torch_op.call_decode(q, cache, None, 0.0, 0, None, quant, smooth, columns)
+    out, lse, *parts = torch_op.call("decode_quantized", (q,), cache, None, 0.0, 0, None, quant, smooth, columns)
     made = quantized.of_tensors(parts, (3, 1, 384), quant, columns)
     expected, sums, _ = reference.decode(q, cache, reference.Options())
     assert torch.equal(out, expected.half()) and torch.equal(lse, sums.float())
@@ -105,11 +106,13 @@ def test_a_launch_gets_a_counter_for_each_sequence_and_room_for_codes(cache, mon
             given.append(args)
 
     monkeypatch.setattr(kernels, "get_kernel", lambda request: Kernel())
-    monkeypatch.setattr(op, "current_targets", lambda *_: (Target.parse("sm_90a"), Target.parse("sm_90a")))
-    monkeypatch.setattr(op, "check_options", lambda *_: None)
-    monkeypatch.setattr(op, "capturing", lambda device: False)
+    monkeypatch.setattr(launch, "current_targets", lambda *_: (Target.parse("sm_90a"), Target.parse("sm_90a")))
+    monkeypatch.setattr(checks, "check_on_gpu", lambda *_: None)
+    monkeypatch.setattr(launch, "capturing", lambda device: False)
     counted = []
-    monkeypatch.setattr(op, "semaphores", lambda device, count, captured: counted.append(count) or torch.zeros(count))
+    monkeypatch.setattr(
+        launch, "semaphores", lambda device, count, captured: counted.append(count) or torch.zeros(count)
+    )
     q = torch.zeros(3, 1, 6, 64, dtype=torch.float16)
     made = decode(q, cache, quant="int8_block128", column_scales=True)
     decode(q, cache)

@@ -12,6 +12,7 @@ from emulated_cases import cases
 from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
+from terrazzo.ops.attention.cache.launch import LOG2E
 from terrazzo.ops.attention.decoding import op, reference
 from terrazzo.ops.attention.decoding.codes import Codes
 from terrazzo.ops.attention.device.primitives import PRIMITIVES
@@ -99,7 +100,7 @@ def emulate(
         "SEM": semaphores, "O": out, "LSE": lse, **({"CU": starts} if own else {}), **coded,
     }  # fmt: skip
     scalars = {
-        "scale": op.LOG2E / math.sqrt(case.head_dim), "cap": case.softcap * op.LOG2E, "window": case.window,
+        "scale": LOG2E / math.sqrt(case.head_dim), "cap": case.softcap * LOG2E, "window": case.window,
         "b": batch, "q_len": case.q_len, "hq": heads, "hk": case.kv_heads, "page_words": made.pages.shape[2],
         "most": 1 if pages is None else pages.shape[1], "rh": residual.shape[1], "res_words": residual.shape[2],
         "pages": made.pages.shape[0], "skd": static[0].shape[1], "svd": static[1].shape[1],

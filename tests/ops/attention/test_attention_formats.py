@@ -11,7 +11,7 @@ from terrazzo.ops.attention.cache import cache as caches
 from terrazzo.ops.attention.cache import quantizer
 from terrazzo.ops.attention.cache.layout import CacheLayout, exponents, operand_layout
 from terrazzo.ops.attention.decoding import reference
-from terrazzo.ops.formats.kv import FORMATS, HEAD_DIMS, get_format
+from terrazzo.ops.products.kv import FORMATS, HEAD_DIMS, get_format
 
 VALUES = [f.name for f in FORMATS.values() if f.for_values]
 SCALE = 0.03

@@ -10,11 +10,12 @@ import torch
 from terrazzo.lowering import kernels
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.attention import KVCache, append, decode, kernel_requests, pack_cache, store
+from terrazzo.ops.attention import KVCache, append, checks, decode, kernel_requests, pack_cache, store
+from terrazzo.ops.attention.cache import launch
 from terrazzo.ops.attention.cache.layout import CacheLayout
 from terrazzo.ops.attention.decoding import decode_program, decode_warpgroup_program, op
 from terrazzo.ops.attention.writing import writing
-from terrazzo.ops.formats import kv
+from terrazzo.ops.products import kv
 from terrazzo.schedules import attention as schedules
 from terrazzo.schedules import attention_space
 from torch._subclasses import FakeTensorMode
@@ -160,11 +161,11 @@ def test_other_caches_and_grids_are_refused():
     for bad in (None, held):
         with pytest.raises(ArgumentError, match="cache = .*must be a PackedCache"):
             decode(Q, bad)
-    op.check_grid(65535, 65535)
+    checks.check_grid(65535, 65535)
     with pytest.raises(ArgumentError, match="65535 sequences"):
-        op.check_grid(65536, 1)
+        checks.check_grid(65536, 1)
     with pytest.raises(ArgumentError, match="fewer new tokens"):
-        op.check_grid(1, 65536)
+        checks.check_grid(1, 65536)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
@@ -472,9 +473,9 @@ def test_decode_reads_and_writes_aligned_memory(cache, monkeypatch):
         seen.append((q, rest[-5]))
         rest[-5].copy_(q + 1)
 
-    monkeypatch.setattr(op, "check_options", lambda *args: None)
-    monkeypatch.setattr(op, "current_targets", lambda *args: (target, target))
-    monkeypatch.setattr(op, "semaphores", lambda *args: None)
+    monkeypatch.setattr(checks, "check_on_gpu", lambda *args: None)
+    monkeypatch.setattr(launch, "current_targets", lambda *args: (target, target))
+    monkeypatch.setattr(launch, "semaphores", lambda *args: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(kernels, "get_kernel", lambda request: kernel)
     q = torch.randn(3, 1, 8, 128).half()

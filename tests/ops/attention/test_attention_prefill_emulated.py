@@ -14,8 +14,8 @@ from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering import compile_request
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
+from terrazzo.ops.attention.cache.launch import LOG2E
 from terrazzo.ops.attention.cache.quantizer import quantize, rotate
-from terrazzo.ops.attention.decoding import op as decode_op
 from terrazzo.ops.attention.prefilling import new_tokens_program, prefill_merge
 from terrazzo.ops.attention.prefilling import prefill_op as op
 from terrazzo.ops.attention.prefilling.prefill_stages import plain_layout
@@ -137,7 +137,7 @@ def emulate(case: Case, folder, target: str = "sm_90a", parts: int = 1) -> float
         "SINK": sinks, "O": results[0], "LSE": results[1],
     }  # fmt: skip
     scalars = {
-        "scale": decode_op.LOG2E / math.sqrt(case.head_dim), "cap": case.softcap * decode_op.LOG2E,
+        "scale": LOG2E / math.sqrt(case.head_dim), "cap": case.softcap * LOG2E,
         "window": case.window, "tiles": tiles, "b": batch, "b1": batch + 1, "n": len(given.q), "hq": heads,
         "hk": case.kv_heads, "page_words": made.pages.shape[2], "most": pages.shape[1], "rh": residual.shape[1],
         "res_words": residual.shape[2], "nh": new.shape[1], "new_words": new.shape[2], "skd": static[0].shape[1],

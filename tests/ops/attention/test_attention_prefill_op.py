@@ -8,10 +8,9 @@ import pytest
 import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.attention import FORMATS, kernel_requests, pack_cache, prefill, prefill_requests, store
+from terrazzo.ops.attention import FORMATS, checks, kernel_requests, pack_cache, prefill, prefill_requests, store
+from terrazzo.ops.attention.cache import launch
 from terrazzo.ops.attention.cache.layout import CacheLayout
-from terrazzo.ops.attention.decoding import op
-from terrazzo.ops.attention.prefilling import prefill_op
 from terrazzo.ops.attention.prefilling.prefill_op import fresh_cache, problem_of
 from terrazzo.ops.attention.prefilling.prefill_operands import exact_converter
 from terrazzo.ops.attention.prefilling.prefill_stages import STAGE, Geometry
@@ -96,9 +95,9 @@ def test_prefill_reads_and_writes_aligned_memory(cache, monkeypatch):
         seen.append((q, rest[-6]))
         rest[-6].copy_(q + 1)
 
-    monkeypatch.setattr(op, "check_options", lambda *args: None)
-    monkeypatch.setattr(prefill_op, "current_targets", lambda *args: (target, target))
-    monkeypatch.setattr(prefill_op, "warm_kernel", lambda *args: kernel)
+    monkeypatch.setattr(checks, "check_on_gpu", lambda *args: None)
+    monkeypatch.setattr(launch, "current_targets", lambda *args: (target, target))
+    monkeypatch.setattr(launch, "warm", lambda *args: (kernel, False))
     q, starts = torch.randn(4, 8, 128).half(), torch.tensor([0, 1, 2, 4], dtype=torch.int32)
     odd = lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
     for out in (None, torch.zeros_like(q), odd(torch.zeros_like(q))):
@@ -110,9 +109,9 @@ def test_prefill_reads_and_writes_aligned_memory(cache, monkeypatch):
 def test_a_generous_bound_launches_no_more(cache, monkeypatch):
     """Grids are as large as the tokens that there are ask for, those of the kernel that lays them out too."""
     target, seen = Target.parse("sm_90a"), []
-    monkeypatch.setattr(op, "check_options", lambda *args: None)
-    monkeypatch.setattr(prefill_op, "current_targets", lambda *args: (target, target))
-    monkeypatch.setattr(prefill_op, "warm_kernel", lambda *args: lambda *given: seen.append(given))
+    monkeypatch.setattr(checks, "check_on_gpu", lambda *args: None)
+    monkeypatch.setattr(launch, "current_targets", lambda *args: (target, target))
+    monkeypatch.setattr(launch, "warm", lambda *args: (lambda *given: seen.append(given), False))
     monkeypatch.setattr(writing, "rows_of", lambda x: (x, 256, 128))
     q, k = torch.zeros(130, 8, 128).half(), torch.zeros(130, 2, 128).half()
     starts = torch.tensor([0, 130, 130, 130], dtype=torch.int32)
@@ -126,8 +125,8 @@ def test_a_generous_bound_launches_no_more(cache, monkeypatch):
 def test_a_generous_bound_stores_no_more(cache, monkeypatch):
     target, seen = Target.parse("sm_90a"), []
     monkeypatch.setattr(writing, "check_rows", lambda *args: None)
-    monkeypatch.setattr(writing, "current_targets", lambda *args: (target, target))
-    monkeypatch.setattr(writing.launching, "warm_kernel", lambda *args: lambda *given: seen.append(given[-4:]))
+    monkeypatch.setattr(launch, "current_targets", lambda *args: (target, target))
+    monkeypatch.setattr(launch, "warm", lambda *args: (lambda *given: seen.append(given[-4:]), False))
     k, starts = torch.zeros(130, 2, 128).half(), torch.tensor([0, 130, 130, 130], dtype=torch.int32)
     for bound in (130, 2**31 - 1):
         store(cache, k, k, starts, bound)

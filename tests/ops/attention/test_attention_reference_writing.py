@@ -33,9 +33,9 @@ def test_tokens_that_come_in_any_portions_are_those_packed_at_once(fmt):
         batch = cache.extend(dict(zip(sequences, step)))
         parts = [torch.cat([x[b, told[b] : told[b] + n] for b, n in enumerate(step)]) for x in tokens]
         if step == (1, 1, 1):
-            torch_op.call_append(batch.layer(), *(p.view(3, 1, HEADS, DIM) for p in parts))
+            torch_op.call("append", tuple(p.view(3, 1, HEADS, DIM) for p in parts), batch.layer())
         else:
-            torch_op.call_store(batch.layer(), *parts, batch.starts, max(step))
+            torch_op.call("store", (*parts, batch.starts, max(step)), batch.layer())
         told = [a + b for a, b in zip(told, step)]
         at_once = pack_cache(
             *tokens.transpose(2, 3), fmt, cache.layout.v_format, lengths=torch.tensor(told),

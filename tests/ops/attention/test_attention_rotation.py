@@ -8,7 +8,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.attention.cache import quantizer
 from terrazzo.ops.attention.cache.cache import pack_cache
 from terrazzo.ops.attention.cache.layout import CacheLayout
-from terrazzo.ops.formats.kv import FORMATS, HEAD_DIMS, KVFormat, get_format
+from terrazzo.ops.products.kv import FORMATS, HEAD_DIMS, KVFormat, get_format
 
 ROTATED = [name for name, fmt in FORMATS.items() if fmt.rotation]
 

@@ -17,7 +17,7 @@ def cache_of(k: str, v: str, **options: int) -> KVCache:
 def store(cache: KVCache, sequence: int, x: torch.Tensor) -> None:
     """Tokens x [2, n, Hkv, D] behind those that the sequence has."""
     batch = cache.extend({sequence: x.shape[1]})
-    torch_op.call_store(batch.layer(), *x, batch.starts, x.shape[1])
+    torch_op.call("store", (*x, batch.starts, x.shape[1]), batch.layer())
 
 
 def check(cache: KVCache, sequence: int, x: torch.Tensor) -> None:

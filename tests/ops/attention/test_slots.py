@@ -35,13 +35,13 @@ def test_a_mapping_stores_what_the_block_table_stores(pair):
     for step in ((40, 3, 0), (1, 1, 1), (2, 33, 17)):
         views = [cache.extend(dict(zip(own, step))) for cache, own in zip((by_table, by_slot), sequences)]
         k, v = torch.randn(2, sum(step), HEADS, DIM).half()
-        torch_op.call_store(views[0].layer(), k, v, views[0].starts, max(step))
+        torch_op.call("store", (k, v, views[0].starts, max(step)), views[0].layer())
         view = views[1].layer()
         where = torch.cat([slots_of(view, b, told[b], told[b] + n) for b, n in enumerate(step)])
         order = torch.randperm(len(where))
         padding = torch.full((1, HEADS, DIM), float("inf"), dtype=torch.float16)
         rows = [torch.cat([x[order], padding]) for x in (k, v)]
-        torch_op.call_store_slots(view, *rows, torch.cat([where[order], torch.tensor([-1])]))
+        torch_op.call("store_slots", (*rows, torch.cat([where[order], torch.tensor([-1])])), view)
         told = [a + b for a, b in zip(told, step)]
         assert torch.equal(by_table.pages, by_slot.pages)
 
@@ -51,8 +51,8 @@ def test_no_slot_is_no_change():
     view = cache.extend({cache.new(): 3}).layer()
     before = cache.pages.clone()
     rows = torch.randn(4, HEADS, DIM).half()
-    torch_op.call_store_slots(view, rows, rows, torch.tensor([-1, -7, len(view.pages) * PAGE, 1 << 40]))
-    torch_op.call_store_slots(view, rows[:0], rows[:0], torch.tensor([], dtype=torch.int64))
+    torch_op.call("store_slots", (rows, rows, torch.tensor([-1, -7, len(view.pages) * PAGE, 1 << 40])), view)
+    torch_op.call("store_slots", (rows[:0], rows[:0], torch.tensor([], dtype=torch.int64)), view)
     assert torch.equal(cache.pages, before)
 
 

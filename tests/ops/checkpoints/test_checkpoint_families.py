@@ -12,8 +12,8 @@ from safetensors import safe_open
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import moe, w4a8, w4a16, w4ax, weights
 from terrazzo.ops.attention import KVCache, pack_cache
-from terrazzo.ops.formats.kv import get_format
 from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.products.kv import get_format
 from terrazzo.ops.w4a8 import fp8
 
 QSERVE = Path(__file__).parents[2] / "data" / "w4a8"

@@ -92,6 +92,11 @@ class KVFormat:
         return get_converter(STORAGES[self.storage].converter)
 
     @property
+    def exact(self) -> Converter:
+        """The same, and the operand holds the code itself."""
+        return get_converter(STORAGES[self.storage].exact)
+
+    @property
     def bits(self) -> int:
         """Bits of a stored value."""
         return self.converter.storage_bits
@@ -105,6 +110,26 @@ class KVFormat:
     def levels(self) -> int:
         """Largest code of an asymmetric integer format."""
         return (1 << self.bits) - 1
+
+    @property
+    def bf16(self) -> bool:
+        """Whether the operand is bfloat16, not float16."""
+        return self.operand == "bfloat16"
+
+    @property
+    def plain(self) -> bool:
+        """Whether the code is the value."""
+        return self.scaling == "none"
+
+    @property
+    def token_wise(self) -> bool:
+        """Whether each token has a scale."""
+        return self.scaling == "token"
+
+    @property
+    def static(self) -> bool:
+        """Whether scales were calibrated beforehand."""
+        return self.scaling == "static"
 
     @property
     def rotated(self) -> bool:
