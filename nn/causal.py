@@ -145,17 +145,13 @@ def loaded(asked: Asked) -> Causal:
     source, to = asked.source, reading.device_of(asked.device)
     facts = dict(config=asked.config, dtype=asked.dtype, kv=asked.kv, trust_remote_code=asked.trust_remote_code)
     opened, ranks = Opened(source, to, **facts), TensorParallel.of(asked.tensor_parallel)
-    form, head_form, shape = asked.form, asked.head_form, opened.shape
+    head_form, shape = asked.head_form, opened.shape
     if opened.own:
         asked.check_packed()
         made: Source = Stored(FileTensors(TensorFiles(source), to), to, opened.dtype)
     else:
         checkpoint = None if isinstance(source, Mapping) else Checkpoint(source, asked.format)
-        made = Published(
-            checkpoint, source if checkpoint is None else {}, to, opened.dtype, quantize=form, options=asked.options,
-            target=asked.target, report=asked.report, weight_only=asked.weight_only, activations=asked.activations,
-            cut_layers=asked.config is not None,
-        )  # fmt: skip
+        made = Published(checkpoint, asked, to, opened.dtype)
         asked.check_published(made)
     opened.check(made)
     static = tuple(shared_heads(scales, shape.kv_heads, ranks) for scales in _static(made, opened.formats, shape))

@@ -102,10 +102,9 @@ def quantize_folder(
 
     errors: dict[str, float] = {}
     note: dict[str, float] = {}
-    made = Published(
-        checkpoint, {}, to, found, quantize=form, options=options, target=target,
-        report=lambda name, packed, weight: note.__setitem__(name, error_of(packed, weight)),
-    )  # fmt: skip
+    report = lambda name, packed, weight: note.__setitem__(name, error_of(packed, weight))
+    asked = reading.Asked(source, quantize=form, options=options, target=target, report=report)
+    made = Published(checkpoint, asked, to, found)
     opened.check(made)
     opened.build()
     opened.name_ends()
@@ -116,7 +115,8 @@ def quantize_folder(
         made.checkpoint = checkpoint = Checkpoint(source)  # as its files are now that they are known
         watched = None
         if calibration is not None:
-            watched = Calibration(Builder(shape, Published(checkpoint, {}, to, found), opened.rotaries), calibration)
+            floats = Published(checkpoint, reading.Asked(source), to, found)
+            watched = Calibration(Builder(shape, floats, opened.rotaries), calibration)
         for index in range(shape.layers):
             name, prefix = f"model-layer-{index:05}.safetensors", f"decoder.layers.{index}"
             held = out_folder.held(name)

@@ -31,6 +31,7 @@ from torch import nn
 if TYPE_CHECKING:
     from terrazzo.nn.architectures import Shape
     from terrazzo.nn.joined import Option
+    from terrazzo.nn.reading import Asked
     from terrazzo.ops.weights import Canonical, Packed
 
 Shares = Sequence[Share | None]
@@ -104,43 +105,27 @@ class Published(Source):
     """Layers of a Hugging Face folder or state: 4-bit ones as they are, float ones quantized if asked for.
 
     Args:
-        checkpoint: the folder's, or None for a state. state: float tensors by name.
-        quantize: format for float layers; None keeps them in 16 bits. options: of the family's quantizer.
-        target: of packed weights. report: see `Report`.
-        weight_only: whether FP8 and INT8 layers multiply 16-bit activations, whatever the folder states of them.
-        activations: "e4m3" quantizes what MXFP4 layers and experts multiply; None keeps 16 bits.
-        cut_layers: whether the config may have fewer decoder layers than there are tensors of.
+        checkpoint: the folder's, or None for a state. asked: what `load` was asked for; the source, where that is a
+            state, the format and options of float layers, the target, the report, activations. Its config may have
+            fewer decoder layers than there are tensors of.
+        device, dtype: see `Source`.
 
     Attributes:
         quantizes_activations: whether a layer was read that `activations` is about.
         seen: names of the tensors that modules were made of.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint | None,
-        state: Mapping[str, torch.Tensor],
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        quantize: Format | None = None,
-        options: Mapping[str, Option] | None = None,
-        target: str | None = None,
-        report: Report | None = None,
-        weight_only: bool = False,
-        activations: str | None = None,
-        cut_layers: bool = False,
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint | None, asked: Asked, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
-        self.activations, self.quantizes_activations = activations, False
-        arch = weights.arch_of(target, device)
-        self.runs_on, self.weight_only = None if arch is None else Target.parse(arch), weight_only
-        self.checkpoint, self.tensors = checkpoint, dict(state)
+        self.asked, self.quantizes_activations = asked, False
+        arch = weights.arch_of(asked.target, device)
+        self.runs_on = None if arch is None else Target.parse(arch)
+        self.checkpoint, self.tensors = checkpoint, asked.source if checkpoint is None else {}
         self.layers = {} if checkpoint is None else checkpoint.layers()
-        self.quantize, self.options, self.target = quantize, dict(options or {}), target
-        self.report = report or (lambda name, packed, weight: None)
+        self.quantize, self.options, self.target = asked.form, dict(asked.options or {}), asked.target
+        self.report = asked.report or (lambda name, packed, weight: None)
         self.seen: set[str] = set()
-        self.cut_layers = cut_layers
+        self.cut_layers = asked.config is not None
         self.tuned: Callable[[str, torch.Tensor], Mapping[str, Option]] = lambda name, weight: {}
 
     def names(self) -> list[str]:
@@ -242,7 +227,7 @@ class Published(Source):
         if name in self.layers:
             self.seen.update(self.checkpoint.leaves(name).values())
             config = self.checkpoint.layer(name)
-            options = dict(weight_only=self.weight_only, activations=self.activations)
+            options = dict(weight_only=self.asked.weight_only, activations=self.asked.activations)
             operator = stored.operator_of(self.layers[name], config, self.runs_on, **options)
             self.quantizes_activations |= BY_RECORD[operator].on_request
             family = stored.FAMILIES[operator]
@@ -360,8 +345,8 @@ class Published(Source):
         for leaf, part, share in (("gate_up_proj", "gate_up", shares[0]), ("down_proj", "down", shares[1])):
             order = "interleaved" if part == "gate_up" else None
             if any(self.has(f"{name}.{leaf}_{of}") for of in ("blocks", "scales")):
-                pack = mxfp4_fp8.pack if self.activations else mxfp4_weights.pack
-                self.quantizes_activations |= self.activations is not None
+                pack = mxfp4_fp8.pack if self.asked.activations else mxfp4_weights.pack
+                self.quantizes_activations |= self.asked.activations is not None
                 pairs = ((pack(one, target=self.target), None) for one in self._small(f"{name}.{leaf}", order, share))
             elif self.quantize is None and self.has(f"{name}.{leaf}"):
                 raise _float_experts(own)

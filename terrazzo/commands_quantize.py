@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from terrazzo.command_line import TRUST, Command, Formats, TargetName
@@ -50,19 +50,9 @@ SHOWN = 10
 @click.option("--verify", is_flag=True, help="Compare all bytes of FOLDER with those that a stopped run began with.")
 @json_option
 def quantize(
-    folder: Path,
-    out: Path,
-    form: str,
-    kv: tuple[str, str] | None,
-    device: str | None,
-    dtype: str | None,
-    calibration: Path | None,
-    tokens: int,
-    target: str | None,
-    trust_remote_code: bool,
-    verify: bool,
-    as_json: bool,
-) -> None:
+    folder: Path, out: Path, form: str, dtype: str | None, calibration: Path | None, tokens: int, as_json: bool,
+    **options: Any,
+) -> None:  # fmt: skip
     """Quantize a float Hugging Face model, layer by layer, to a folder that terrazzo.load reads.
 
     A run that was stopped goes on where it was when it is started again. Where stderr is no terminal, lines there say
@@ -75,9 +65,9 @@ def quantize(
         raise click.UsageError("--tokens is of the text that --calibration names; give both")
     kind = {"f16": torch.float16, "bf16": torch.bfloat16, None: None}[dtype]
     with ExitStack() as stack:
-        text = None if calibration is None else _tokens_of(folder, calibration, tokens, trust_remote_code)
-        options = dict(kv=kv, device=device, dtype=kind, calibration=text, target=target)
-        options |= dict(verify=verify, trust_remote_code=trust_remote_code)
+        trusted = options["trust_remote_code"]
+        text = None if calibration is None else _tokens_of(folder, calibration, tokens, trusted)
+        options |= dict(dtype=kind, calibration=text)
         errors = quantize_folder(folder, out, form, **options, progress=layers_progress(stack, quiet=as_json))
     if as_json:
         return print_json({"out": str(out), "format": form, "errors": errors})

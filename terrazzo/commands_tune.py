@@ -96,52 +96,33 @@ def _open(path: Path | None, create: bool = False) -> Database:
 @_database
 @json_option
 def run_command(
-    job_file: Path | None,
-    ops: tuple[str, ...],
-    models: tuple[str, ...],
-    shapes: tuple[tuple[int, int], ...],
-    shapes_file: Path | None,
-    ms: tuple[int, ...] | None,
-    dtype: str | None,
-    symmetric: bool,
-    wide: bool,
-    budget: str | None,
-    gpus: str | None,
-    workers: int | None,
-    executor: str,
-    address: str | None,
-    resume: bool,
-    export: Path | None,
-    dry_run: bool,
-    database: Path | None,
-    as_json: bool,
-    **scalars: object,
-) -> None:
+    job_file: Path | None, shapes_file: Path | None, budget: str | None, gpus: str | None, executor: str,
+    export: Path | None, dry_run: bool, database: Path | None, as_json: bool, **named: Any,
+) -> None:  # fmt: skip
     """Measure schedules and keep every trial. Ctrl-C keeps what was measured; --resume goes on."""
     from terrazzo.autotune import jobs
     from terrazzo.autotune.runner import preview
     from terrazzo.autotune.search import usual
 
     job = jobs.read_job(job_file) if job_file else jobs.Job()
-    given = {"ops": ops, "models": models, "shapes": shapes, "m": ms}
-    given |= {"symmetric": symmetric or None, "wide": wide or None}
-    given |= {"dtype": dtype and {"f16": "float16", "bf16": "bfloat16"}[dtype], **scalars}
+    given = named | {name: named[name] or None for name in ("symmetric", "wide")} | {"m": named["ms"]}
+    given |= {"dtype": {"f16": "float16", "bf16": "bfloat16", None: None}[named["dtype"]]}
     given |= {"extra": jobs.read_shapes(shapes_file)} if shapes_file else {}
     given |= jobs.budget(budget) if budget else {}
     job = jobs.override(job, **given)
     job.problems()  # a job that names none is refused before anything starts
-    if not scalars.get("strategy") and job.strategy == "top-k" == usual():
+    if not named.get("strategy") and job.strategy == "top-k" == usual():
         click.echo("strategy top-k; with xgboost (pip install 'terrazzo[tune]') the usual one is learned", err=True)
     _check_gpus(gpus, executor)
     check_writable("--export", export)
     if dry_run:
         target, rows = preview(job)
         return _show_preview(job, target, rows, as_json)
-    parts = _ray_parts(address, gpus) if executor == "ray" else _local_parts(gpus, workers)
+    parts = _ray_parts(named["address"], gpus) if executor == "ray" else _local_parts(gpus, named["workers"])
     with parts as (measurers, own), _open(database, create=True) as trials, _Display(job, quiet=as_json) as display:
         from terrazzo.autotune.runner import Runner
 
-        summary = Runner(job, trials, measurers, resume=resume, report=display, **own).run()
+        summary = Runner(job, trials, measurers, resume=named["resume"], report=display, **own).run()
         display.close(summary)
         if as_json:
             print_json(_summary(summary))

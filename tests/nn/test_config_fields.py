@@ -13,6 +13,7 @@ from terrazzo.nn.architectures import Builder, shape_of  # noqa: E402
 from terrazzo.nn.calibrating import Calibration  # noqa: E402
 from terrazzo.nn.decoder import Rotary  # noqa: E402
 from terrazzo.nn.loading import load  # noqa: E402
+from terrazzo.nn.reading import Asked  # noqa: E402
 from terrazzo.nn.sources import Published  # noqa: E402
 
 LLAMA3 = {
@@ -212,7 +213,7 @@ def test_padding_takes_no_position_and_the_last_position_is_used():
 def test_texts_for_calibration_fit_into_the_positions():
     config = config_of("llama", **SIZES, max_position_embeddings=16)
     state = transformers.LlamaForCausalLM(config).half().state_dict()
-    source = Published(None, state, torch.device("cpu"), torch.float16)
+    source = Published(None, Asked(state), torch.device("cpu"), torch.float16)
     builder = Builder(shape_of(config), source, [Rotary.of_base(64)])
     with pytest.raises(ArgumentError, match="calibration = '17 tokens': must fit into the model's 16 positions"):
         Calibration(builder, torch.zeros(2, 17, dtype=torch.int64))
