@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from terrazzo.ops import fp8, mxfp4, mxfp4_fp8, nvfp4, w8a8, w8a16
-from terrazzo.ops.w4a8.checkpoint import FAMILY as W4A8
 from terrazzo.ops.w4a8.fp8_importers import FAMILY as W4A8_FP8
+from terrazzo.ops.w4a8.importers import FAMILY as W4A8
 from terrazzo.ops.w4a8.w8a8.op import runs_on
-from terrazzo.ops.w4a16.checkpoint import FAMILY as W4A16
+from terrazzo.ops.w4a16.importers import FAMILY as W4A16
 
 if TYPE_CHECKING:
     from terrazzo.lowering.targets import Target

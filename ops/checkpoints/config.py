@@ -58,12 +58,8 @@ class Config:
         self.method = "" if self._method is None else self._method.name
         self._known: dict[str, LayerConfig] = {}
         if self.raw and self._method is None and self.format is None:
-            raise ArgumentError(
-                "quant_method",
-                method[:80] or None,
-                f"must be one of {', '.join(METHODS)}",
-                "quantize() the float checkpoint, export it in one of these formats, or pass format=",
-            )
+            remedy = "quantize() the float checkpoint, export it in one of these formats, or pass format="
+            raise ArgumentError("quant_method", method[:80] or None, f"must be one of {', '.join(METHODS)}", remedy)
 
     @property
     def by_tensors(self) -> bool:

@@ -159,7 +159,7 @@ class TensorFiles:
             raise ArgumentError(name, "unreadable", constraint, "get the file again") from None
         return found if direct else found.to(to)
 
-    def _check_held(self, name: Any) -> None:
+    def _check_held(self, name: object) -> None:
         """Raise ArgumentError for a tensor that no file holds."""
         if name not in self.places:
             seen = name if isinstance(name, str) else type(name).__name__

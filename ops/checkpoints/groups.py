@@ -31,12 +31,8 @@ def by_index(
     size = _ceil_groups(k, groups, check_group(group_size))
     if g_idx is None:
         if desc_act and groups > 1:
-            raise ArgumentError(
-                "g_idx",
-                None,
-                "the config says desc_act, which needs the group of each channel",
-                "add the layer's g_idx tensor",
-            )
+            constraint = "the config says desc_act, which needs the group of each channel"
+            raise ArgumentError("g_idx", None, constraint, "add the layer's g_idx tensor")
         if group_size is None and derive_group(k, groups) is None:
             constraint = f"K = {k} with {groups} scales for each row does not tell it"
             raise ArgumentError("group_size", None, constraint, "pass what the checkpoint's config states")
@@ -45,21 +41,13 @@ def by_index(
         raise shape_error("g_idx", g_idx, f"int32 [{k}]")
     g_idx = g_idx.to(codes.device).long()
     if bool((g_idx < 0).any()) or bool((g_idx >= groups).any()):
-        raise ArgumentError(
-            "g_idx",
-            [int(g_idx.min()), int(g_idx.max())],
-            f"must lie in 0..{groups - 1}, one of the scales",
-            "get the file again",
-        )
+        constraint = f"must lie in 0..{groups - 1}, one of the scales"
+        raise ArgumentError("g_idx", [int(g_idx.min()), int(g_idx.max())], constraint, "get the file again")
     if bool((g_idx == torch.arange(k, device=codes.device) // size).all()):
         return kind.canonical(codes, scales, zeros, group_size=size, bias=bias)
     if desc_act is False:
-        raise ArgumentError(
-            "desc_act",
-            False,
-            "the config says so, but g_idx is not k // group_size",
-            "pass desc_act=None to believe the tensors",
-        )
+        constraint = "the config says so, but g_idx is not k // group_size"
+        raise ArgumentError("desc_act", False, constraint, "pass desc_act=None to believe the tensors")
     perm, source, size = _sort_groups(g_idx, groups)
     zeros = None if zeros is None else zeros[:, source]
     return kind.canonical(codes[:, perm], scales[:, source], zeros, group_size=size, bias=bias, perm=perm)
@@ -99,12 +87,9 @@ def _ceil_groups(k: int, groups: int, group_size: int | None) -> int:
     derived = group_size is None or (group_size == -1 and groups == 1)
     size = (derive_group(k, groups) or -(-k // groups)) if derived else group_size
     if size < 1 or -(-k // size) != groups:
-        raise ArgumentError(
-            "group_size",
-            group_size,
-            f"K = {k} with {groups} scales for each row needs ceil(K / group_size) = {groups}",
-            "pass the group size that the checkpoint's config states, -1 for one group",
-        )
+        constraint = f"K = {k} with {groups} scales for each row needs ceil(K / group_size) = {groups}"
+        remedy = "pass the group size that the checkpoint's config states, -1 for one group"
+        raise ArgumentError("group_size", group_size, constraint, remedy)
     return size
 
 
@@ -112,10 +97,7 @@ def exact_groups(k: int, groups: int, group_size: int | None) -> int:
     """AWQ's group size: every group is full."""
     size = k if group_size in (-1, None) and groups == 1 else k // groups if group_size is None else group_size
     if size < 1 or k % size or k // size != groups:
-        raise ArgumentError(
-            "group_size",
-            group_size,
-            f"K = {k} with {groups} rows of scales needs K % group_size = 0 and K / group_size = {groups}",
-            "pass the group size that the checkpoint's config states, -1 for one group",
-        )
+        constraint = f"K = {k} with {groups} rows of scales needs K % group_size = 0 and K / group_size = {groups}"
+        remedy = "pass the group size that the checkpoint's config states, -1 for one group"
+        raise ArgumentError("group_size", group_size, constraint, remedy)
     return size

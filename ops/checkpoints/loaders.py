@@ -160,12 +160,8 @@ class Family(Generic[Canonical, Packed]):
                 remedy = "iter_layers says what it holds; quantize() takes float weights"
                 raise ArgumentError("path", str(path), "holds no quantized layer", remedy)
             if len(layers) != 1:
-                raise ArgumentError(
-                    "name",
-                    None,
-                    f"the checkpoint has {len(layers)} quantized layers",
-                    f"name one: {', '.join(sorted(layers, key=natural)[:6])}",
-                )
+                constraint = f"the checkpoint has {len(layers)} quantized layers"
+                raise ArgumentError("name", None, constraint, f"name one: {', '.join(sorted(layers, key=natural)[:6])}")
             (name,) = layers
         return self.read(checkpoint, name, to, **options)
 

@@ -38,12 +38,9 @@ def check_bits(bits: float, argument: str = "bits", wanted: int = 4) -> None:
     if bits != wanted:
         bits = int(bits) if bits % 1 == 0 else round(bits, 2)
         other = {4: "w4a16", 8: "w8a16"}.get(bits)
-        raise ArgumentError(
-            argument,
-            bits,
-            f"{wanted}-bit codes are read; the words hold {bits} bits for each weight",
-            f"load it with {other}" if other else "quantize the model to 4 or 8 bits",
-        )
+        constraint = f"{wanted}-bit codes are read; the words hold {bits} bits for each weight"
+        remedy = f"load it with {other}" if other else "quantize the model to 4 or 8 bits"
+        raise ArgumentError(argument, bits, constraint, remedy)
 
 
 def check_float(name: str, tensor: torch.Tensor, shape: str) -> None:

@@ -39,14 +39,17 @@ __all__ = [
 
 if TYPE_CHECKING:
     from terrazzo.ops.grouped import GroupedWeight
-    from terrazzo.ops.w4a16.checkpoint import iter_layers, load_layer, load_model, read_layer
     from terrazzo.ops.w4a16.importers import (
         from_awq,
         from_compressed_tensors,
         from_gptq,
+        iter_layers,
+        load_layer,
+        load_model,
         read_awq,
         read_compressed_tensors,
         read_gptq,
+        read_layer,
     )
     from terrazzo.ops.w4a16.reference import dequantize
     from terrazzo.ops.weight_only.entry import gemm, grouped_gemm
@@ -57,9 +60,9 @@ else:
     __getattr__, __dir__ = lazy.attach(
         __name__,
         {
-            "checkpoint": "iter_layers load_layer load_model read_layer",
             "terrazzo.ops.weight_only.integers": "PackedWeight QuantizedWeight pack",
-            "importers": "from_awq from_compressed_tensors from_gptq read_awq read_compressed_tensors read_gptq",
+            "importers": "from_awq from_compressed_tensors from_gptq read_awq read_compressed_tensors read_gptq"
+            " iter_layers load_layer load_model read_layer",
             "terrazzo.ops.weight_only.integer_quantizer": "quantize quantize_weight",
             "reference": "dequantize",
             "terrazzo.ops.grouped": "GroupedWeight",

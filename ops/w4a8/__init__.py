@@ -44,10 +44,18 @@ __all__ = [
 if TYPE_CHECKING:
     from terrazzo.ops.w4a8 import fp8
     from terrazzo.ops.w4a8.activations import QuantizedActivations
-    from terrazzo.ops.w4a8.checkpoint import iter_layers, load_layer, load_model, read_layer
     from terrazzo.ops.w4a8.entry import GroupedWeight, gemm, grouped_gemm, quantize_activations
     from terrazzo.ops.w4a8.format import PackedWeight, QuantizedWeight, pack
-    from terrazzo.ops.w4a8.importers import from_compressed_tensors, from_qserve, read_compressed_tensors, read_qserve
+    from terrazzo.ops.w4a8.importers import (
+        from_compressed_tensors,
+        from_qserve,
+        iter_layers,
+        load_layer,
+        load_model,
+        read_compressed_tensors,
+        read_layer,
+        read_qserve,
+    )
     from terrazzo.ops.w4a8.op import grouped_requests, kernel_requests, weight_requests
     from terrazzo.ops.w4a8.quantizer import quantize, quantize_weight
     from terrazzo.ops.w4a8.reference import dequantize
@@ -57,11 +65,11 @@ else:
         __name__,
         {
             "activations": "QuantizedActivations",
-            "checkpoint": "iter_layers load_layer load_model read_layer",
             "entry": "GroupedWeight gemm grouped_gemm quantize_activations",
             "format": "PackedWeight QuantizedWeight pack",
             "fp8": "fp8",
-            "importers": "from_compressed_tensors from_qserve read_compressed_tensors read_qserve",
+            "importers": "from_compressed_tensors from_qserve read_compressed_tensors read_qserve"
+            " iter_layers load_layer load_model read_layer",
             "op": "grouped_requests kernel_requests weight_requests",
             "quantizer": "quantize quantize_weight",
             "reference": "dequantize",

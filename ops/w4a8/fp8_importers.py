@@ -54,10 +54,9 @@ def read_compressed_tensors(
 
 def _made(source: Integers) -> QuantizedWeight:
     if source.zeros is not None and bool((source.zeros != 8).any()):
-        raise ArgumentError(
-            "weight_zero_point", "not 0", "codes are signed e4m3 operands: the layer must be symmetric",
-            "use int8 activations: w4a8.from_compressed_tensors",
-        )  # fmt: skip
+        constraint = "codes are signed e4m3 operands: the layer must be symmetric"
+        remedy = "use int8 activations: w4a8.from_compressed_tensors"
+        raise ArgumentError("weight_zero_point", "not 0", constraint, remedy)
     codes = source.codes.short() - 8
     with weights.renamed(scales="weight_scale"):
         return QuantizedWeight.canonical(codes, source.scales, group_size=source.group_size, bias=source.bias)

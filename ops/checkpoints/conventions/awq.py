@@ -43,12 +43,8 @@ def unpack_awq(
 ) -> QuantizedWeight:
     """Codes of a layer; arguments and errors as of `w4a16.read_awq`."""
     if not isinstance(version, str) or version.lower() != "gemm":
-        raise ArgumentError(
-            "version",
-            version,
-            "must be 'gemm': gemv, gemv_fast and marlin store other layouts",
-            "export the model again with version='gemm'",
-        )
+        constraint = "must be 'gemm': gemv, gemv_fast and marlin store other layouts"
+        raise ArgumentError("version", version, constraint, "export the model again with version='gemm'")
     check_bits(bits)
     check_float("scales", scales, "[G, N]")
     n = scales.shape[1]

@@ -69,19 +69,11 @@ def unpack_packed(
             check_words("weight_zero_point", weight_zero_point, (-(-n // each), groups))
             zeros = codes_of(weight_zero_point.T, code_bits)[:, :n].T
     elif symmetric is False:
-        raise ArgumentError(
-            "weight_zero_point",
-            None,
-            "an asymmetric layer needs its zero points",
-            "add the layer's weight_zero_point tensor",
-        )
+        constraint = "an asymmetric layer needs its zero points"
+        raise ArgumentError("weight_zero_point", None, constraint, "add the layer's weight_zero_point tensor")
     if symmetric and zeros is not None and not bool((zeros == zero).all()):
-        raise ArgumentError(
-            "symmetric",
-            True,
-            "the config says so, but the layer has other zero points",
-            "pass symmetric=None to believe the tensors",
-        )
+        constraint = "the config says so, but the layer has other zero points"
+        raise ArgumentError("symmetric", True, constraint, "pass symmetric=None to believe the tensors")
     if weight_g_idx is not None:
         check_index("weight_g_idx", weight_g_idx)
         weight_g_idx = None if bool((weight_g_idx == -1).all()) else weight_g_idx
@@ -97,12 +89,8 @@ def check_weight_shape(shape: torch.Tensor | tuple[int, int], n: int) -> tuple[i
     except (TypeError, ValueError, RuntimeError, OverflowError):
         found = None
     if found is None or len(found) != 2 or found[0] != n or found[1] < 1:
-        raise ArgumentError(
-            "weight_shape",
-            found or shape,
-            f"must be (N, K) with N = {n} scale rows",
-            "pass the layer's weight_shape tensor",
-        )
+        constraint = f"must be (N, K) with N = {n} scale rows"
+        raise ArgumentError("weight_shape", found or shape, constraint, "pass the layer's weight_shape tensor")
     return found
 
 

@@ -50,12 +50,9 @@ def unpack_gptq(
     import torch
 
     if version not in (None, "gptq", "gptq_v2"):
-        raise ArgumentError(
-            "version",
-            version,
-            "must be 'gptq' or 'gptq_v2': marlin and other kernel formats are no checkpoint formats",
-            "use the checkpoint before it was repacked, or export it again as gptq",
-        )
+        constraint = "must be 'gptq' or 'gptq_v2': marlin and other kernel formats are no checkpoint formats"
+        remedy = "use the checkpoint before it was repacked, or export it again as gptq"
+        raise ArgumentError("version", version, constraint, remedy)
     if zero_overflow not in ZERO_OVERFLOW:
         raise ArgumentError(
             "zero_overflow", zero_overflow, f"must be one of {ZERO_OVERFLOW}", "use 'wrap', as the exllama kernels do"
@@ -106,12 +103,9 @@ def _zeros(
             {zero - 1: "gptq", zero: "gptq_v2"}.get(int(stored[0, 0])) if bool((stored == stored[0, 0]).all()) else None
         )
         if version is None:
-            raise ArgumentError(
-                "version",
-                None,
-                "asymmetric zero points do not tell GPTQ v1 (stored minus one) from v2",
-                "pass version='gptq' or 'gptq_v2' (checkpoint_format in the config; 'gptq' when it names none)",
-            )
+            constraint = "asymmetric zero points do not tell GPTQ v1 (stored minus one) from v2"
+            remedy = "pass version='gptq' or 'gptq_v2' (checkpoint_format in the config; 'gptq' when it names none)"
+            raise ArgumentError("version", None, constraint, remedy)
     if version == "gptq_v2":
         return stored
     overflow = stored == last

@@ -61,12 +61,9 @@ def unpack_qserve(
     words = qweight.contiguous().view(torch.int32).view(*layout.blocks(n, k), layout.words_per_block)
     codes = layout.unpack(words, n, k)
     if (s2_scales is None) != (s2_zeros is None) or (s2_scales is None) == (s1_szeros is None):
-        raise ArgumentError(
-            "s2_scales",
-            None if s2_scales is None else "given",
-            "a per-group layer has s2_scales and s2_zeros, a per-channel layer has s1_szeros",
-            "pass all tensors of the layer",
-        )
+        constraint = "a per-group layer has s2_scales and s2_zeros, a per-channel layer has s1_szeros"
+        remedy = "pass all tensors of the layer"
+        raise ArgumentError("s2_scales", None if s2_scales is None else "given", constraint, remedy)
     if s2_scales is None:
         _check_scales("s1_szeros", s1_szeros, (n,))
         zeros = _channel_zeros(s1_scales, s1_szeros)

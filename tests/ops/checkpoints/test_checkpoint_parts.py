@@ -9,15 +9,15 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import fp8, mxfp4, nvfp4, w4a16, w8a16
 from terrazzo.ops.checkpoints import Checkpoint, files
 from terrazzo.ops.shards import Share
-from terrazzo.ops.w4a8 import checkpoint as w4a8_checkpoint
 from terrazzo.ops.w4a8 import fp8_importers
-from terrazzo.ops.w4a16 import checkpoint as w4a16_checkpoint
+from terrazzo.ops.w4a8 import importers as w4a8_importers
+from terrazzo.ops.w4a16 import importers as w4a16_importers
 
 N, K = 256, 512
 EIGHT_BITS = ("gptq 8", "pack 8", "modelopt 8")
 FAMILIES = {
-    "terrazzo.ops.w4a16": w4a16_checkpoint.FAMILY,
-    "terrazzo.ops.w4a8": w4a8_checkpoint.FAMILY,
+    "terrazzo.ops.w4a16": w4a16_importers.FAMILY,
+    "terrazzo.ops.w4a8": w4a8_importers.FAMILY,
     "terrazzo.ops.w4a8.fp8": fp8_importers.FAMILY,
 }
 
@@ -134,7 +134,7 @@ def test_a_share_of_a_layer_without_its_scales_is_refused_by_their_name(tmp_path
     made = {leaf: t for leaf, t in stored("pack", n=N, k=K)[0].items() if leaf != "weight_scale"}
     folder = write(tmp_path, {f"{LAYER}.{leaf}": t for leaf, t in made.items()}, compressed())
     with pytest.raises(ArgumentError, match=f"needs the tensor '{LAYER}.weight_scale'"):
-        w4a16_checkpoint.FAMILY.read(Checkpoint(folder), LAYER, torch.device("cpu"), Share(1, 2))
+        w4a16_importers.FAMILY.read(Checkpoint(folder), LAYER, torch.device("cpu"), Share(1, 2))
 
 
 def test_one_group_stays_one_group_of_fewer_channels(tmp_path):
@@ -143,7 +143,7 @@ def test_one_group_stays_one_group_of_fewer_channels(tmp_path):
         folder = write(tmp_path / str(stated), {f"{LAYER}.{leaf}": t for leaf, t in made.items()},
                        AWQ | {"group_size": stated})  # fmt: skip
         share = Share(1, 2, 1)
-        got = w4a16_checkpoint.FAMILY.read(Checkpoint(folder), LAYER, torch.device("cpu"), share)
+        got = w4a16_importers.FAMILY.read(Checkpoint(folder), LAYER, torch.device("cpu"), share)
         assert got.k == got.group_size == 64
         assert torch.equal(got.dequantize(), w4a16.read_layer(folder).dequantize()[:, 64:])
 
@@ -156,7 +156,7 @@ def act_order(tmp_path):
 
 
 def test_act_order_is_read_along_n_and_refused_along_k(tmp_path):
-    checkpoint, family = Checkpoint(act_order(tmp_path)), w4a16_checkpoint.FAMILY
+    checkpoint, family = Checkpoint(act_order(tmp_path)), w4a16_importers.FAMILY
     whole = family.read(checkpoint, LAYER, torch.device("cpu"))
     made = family.read(checkpoint, LAYER, torch.device("cpu"), Share(1, 2))
     assert torch.equal(made.dequantize(), whole.dequantize()[N // 2 :])
