@@ -105,23 +105,18 @@ class Attention(nn.Module):
         Returns:
             q [B, 1, heads, D], of qkv's dtype.
         """
-        if not batch.slides and (facts := self._turned(qkv, cos)) is not None:
+        norms = self.norms
+        if (
+            type(qkv) is torch.Tensor and qkv.is_cuda and not torch.compiler.is_compiling()
+            and (norms is None or norms.dtype is qkv.dtype) and cos.dtype is torch.float32 and cos.is_contiguous()
+            and products.in_rows(qkv) and not batch.slides
+        ):  # fmt: skip
+            facts = {} if norms is None else self._norms()
             return batch.rope_append(qkv, cos, sin, self.layer, heads=self.heads, **facts)
         q, k = self.rotate(qkv, cos, sin)
         v = qkv[:, (self.heads + self.kv_heads) * self.head_dim :].unflatten(-1, (self.kv_heads, self.head_dim))
         append(batch, k.unsqueeze(1), v.unsqueeze(1), self.layer)
         return q.unsqueeze(1)
-
-    def _turned(self, qkv: torch.Tensor, cos: torch.Tensor) -> dict[str, Any] | None:
-        """How the kernel that stores new tokens turns them, where it can: on a GPU, outside of traces."""
-        if not qkv.is_cuda or torch.compiler.is_compiling() or type(qkv) is not torch.Tensor:
-            return None
-        if not products.in_rows(qkv) or cos.dtype != torch.float32 or not cos.is_contiguous():
-            return None
-        if self.norms is None:
-            return {}
-        norms = dict(norm="llama", q_weight=self.norms[0], k_weight=self.norms[1], eps=self.norm_eps)
-        return norms if self.norms.dtype == qkv.dtype else None
 
     def rotate(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Norm q and k where the layer does so, and turn them.
@@ -135,10 +130,13 @@ class Attention(nn.Module):
         """
         if not products.in_rows(qkv) or (self.norms is not None and self.norms.dtype != qkv.dtype):
             return glue.rotate(qkv, cos, sin, self.heads, self.kv_heads, self.norms, self.norm_eps)
-        facts = dict(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
-        if self.norms is not None:
-            facts |= dict(norm="llama", q_weight=self.norms[0], k_weight=self.norms[1], eps=self.norm_eps)
-        return rope.apply_rope(qkv, cos, sin, **facts)
+        facts = {} if self.norms is None else self._norms()
+        sizes = dict(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
+        return rope.apply_rope(qkv, cos, sin, **sizes, **facts)
+
+    def _norms(self) -> dict[str, Any]:
+        """The norms of heads as operators take them."""
+        return dict(norm="llama", q_weight=self.norms[0], k_weight=self.norms[1], eps=self.norm_eps)
 
     def extra_repr(self) -> str:
         parts = [f"heads={self.heads}/{self.kv_heads}", f"head_dim={self.head_dim}", f"layer={self.layer}"]
@@ -146,12 +144,12 @@ class Attention(nn.Module):
 
 
 def _on_kernels(x: torch.Tensor) -> bool:
-    return x.is_cuda or torch.compiler.is_compiling() or type(x) is not torch.Tensor
+    return torch.compiler.is_compiling() or type(x) is not torch.Tensor
 
 
 def append(batch: Batch, k: torch.Tensor, v: torch.Tensor, layer: int) -> None:
     """`Batch.append`, on a CPU by the reference."""
-    if _on_kernels(k):
+    if k.is_cuda or _on_kernels(k):
         batch.append(k, v, layer)
     else:
         reference_writing.append(batch.layer(layer), k, v)
@@ -159,7 +157,7 @@ def append(batch: Batch, k: torch.Tensor, v: torch.Tensor, layer: int) -> None:
 
 def store(batch: Batch, k: torch.Tensor, v: torch.Tensor, layer: int) -> None:
     """`Batch.store`, on a CPU by the reference."""
-    if _on_kernels(k):
+    if k.is_cuda or _on_kernels(k):
         batch.store(k, v, layer)
     else:
         reference_writing.store(batch.layer(layer), k, v, batch.starts)
@@ -176,7 +174,7 @@ def decode(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`Batch.decode`, on a CPU in float32."""
-    if _on_kernels(q):
+    if q.is_cuda or _on_kernels(q):
         return batch.decode(q, layer, scale=scale, softcap=softcap, window=window, sinks=sinks)
     if cpu.asked_for_oracle():
         return torch_op.call("decode", (q,), batch._view(layer), scale, softcap, window, sinks)[0]
@@ -196,7 +194,7 @@ def prefill(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`Batch.prefill` with the new tokens as they are, on a CPU in float32."""
-    if _on_kernels(q):
+    if q.is_cuda or _on_kernels(q):
         return batch.prefill(q, layer, k=k, v=v, scale=scale, softcap=softcap, window=window, sinks=sinks)
     most, options = max(batch.new, default=0), (scale, softcap, window, sinks)
     if not cpu.asked_for_oracle():

@@ -176,9 +176,8 @@ class JoinedLinear(Linear):
         _check_sizes(sizes)
         return cls(Linear.empty(in_features, sum(sizes), format, **options)._make(), sizes)
 
-    def product(self, x: products.Activations, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-        """All results side by side, [..., sum of sizes] in out_dtype, of x [..., K], float or quantized."""
-        return super().forward(x, out_dtype)
+    product = Linear.forward
+    """All results side by side, [..., sum of sizes] in out_dtype, of x [..., K], float or quantized."""
 
     def forward(self, x: products.Activations, out_dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
         return self.product(x, out_dtype).split(self.sizes, dim=-1)

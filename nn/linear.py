@@ -133,6 +133,10 @@ class Linear(PackedModule):
 
     def forward(self, x: products.Activations, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """y [..., out_features]; `out_dtype` is that of y where x was quantized before, float16 unless given."""
-        x = products.autocast(x)
-        found = self.on_cpu(x, out_dtype)
-        return products.gemm(x, self.packed, out_dtype) if found is None else found
+        on_gpu = type(x) is torch.Tensor and x.is_cuda
+        if not on_gpu or torch.is_autocast_enabled("cuda"):
+            x = products.autocast(x)
+            found = self.on_cpu(x, out_dtype)
+            if found is not None:
+                return found
+        return products.gemm(x, self.packed, out_dtype)

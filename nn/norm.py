@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn import glue, products
@@ -55,8 +53,8 @@ class RMSNorm(nn.Module):
         Sum, norm and what the layer multiplies are one kernel. W4Ax takes two behind a norm of delta itself.
         """
         form = products.rows_form(layer)
-        if form is not None and self._in_one(h, post):
-            return self._fused(h, delta, post, **form), h
+        if form is not None and (made := self._in_one(h, delta, post, form)) is not None:
+            return made, h
         if layer.takes_norm:
             if delta is not None and post is None and products.adds(layer, h):
                 return products.quantize(delta, layer.packed, self.weight, self.eps, h), h
@@ -69,23 +67,25 @@ class RMSNorm(nn.Module):
         self, h: torch.Tensor, delta: torch.Tensor | None = None, post: RMSNorm | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(this norm of the new residual, the new residual), [T, hidden] both; h, delta, post: see `before`."""
-        if self._in_one(h, post):
-            return self._fused(h, delta, post), h
+        if (made := self._in_one(h, delta, post, {})) is not None:
+            return made, h
         if delta is None:
             return self(h), h
         if post is None:
             return glue.add_norm(delta, h, self.weight, self.eps)
         return glue.norm_add_norm(delta, h, post.weight, self.weight, self.eps)
 
-    def _in_one(self, h: torch.Tensor, post: RMSNorm | None) -> bool:
-        """Whether the operator takes these rows and weights."""
-        alike = post is None or post.weight.dtype == self.weight.dtype
-        return alike and self.weight.dtype in (h.dtype, torch.float32) and products.in_rows(h)
-
-    def _fused(
-        self, h: torch.Tensor, delta: torch.Tensor | None, post: RMSNorm | None, **form: Any
-    ) -> products.Activations:
+    def _in_one(
+        self, h: torch.Tensor, delta: torch.Tensor | None, post: RMSNorm | None, form: products.Form
+    ) -> products.Activations | None:
+        """Sum and norm by the operator, in the form of `products.rows_form`; None where it does not take these rows."""
+        weight = self.weight
+        alike = weight.dtype in (h.dtype, torch.float32) and (post is None or post.weight.dtype == weight.dtype)
+        if not alike or not products.in_rows(h):
+            return None
         if delta is None:
-            return rows.rms_norm(h, self.weight, eps=self.eps, **form)
-        own = dict(eps=self.eps) if post is None else dict(eps=self.eps, post_weight=post.weight, post_eps=post.eps)
-        return rows.fused_add_rms_norm(delta, h, self.weight, **own, **form)
+            return rows.rms_norm(h, weight, eps=self.eps, **form)
+        if post is None:
+            return rows.fused_add_rms_norm(delta, h, weight, eps=self.eps, **form)
+        more = dict(post_weight=post.weight, post_eps=post.eps)
+        return rows.fused_add_rms_norm(delta, h, weight, eps=self.eps, **more, **form)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -24,8 +25,8 @@ from terrazzo.schedules.rows import MAX_COLUMNS
 
 Activations = torch.Tensor | Bytes | BlockQuantizedActivations | Mixed
 """What a product takes: float16 or bfloat16 [..., K], or activations that `quantize` made for the weight."""
-
-
+Form = Mapping[str, Any]
+"""Options of operators on rows."""
 OPERATOR_GATES = {name: own for name, own in glue.OPERATOR_NAMES.items() if own in GATES}
 """Activations that W4Ax's quantizer takes in."""
 
@@ -39,10 +40,11 @@ def gemm(x: Activations, w: Any, out_dtype: torch.dtype | None = None) -> torch.
     Raises:
         ArgumentError: see the operator's `gemm`.
     """
+    if isinstance(w, WeightOnly) and type(x) is torch.Tensor and x.is_cuda:
+        return weight_only.gemm(x, w)
     operator = _operator(w)
-    options = {} if isinstance(x, torch.Tensor) else {"out_dtype": out_dtype}
     if on_kernels(x):
-        return operator.gemm(x, w, **options)
+        return operator.gemm(x, w) if isinstance(x, torch.Tensor) else operator.gemm(x, w, out_dtype=out_dtype)
     check_activations(x, w.k)
     call = _torch_op(operator).call
     if operator is weight_only:
@@ -110,13 +112,16 @@ def autocast(x: Activations) -> Activations:
     return x.to(torch.get_autocast_dtype(x.device.type)) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
-def in_rows(x: torch.Tensor) -> bool:
-    """Whether kernels on rows take x: 16-bit values of which nobody wants a gradient, in whole vectors."""
-    kept = x.requires_grad and torch.is_grad_enabled()
-    return x.dtype in (torch.float16, torch.bfloat16) and not kept and x.shape[-1] % 8 == 0 < x.shape[-1] <= MAX_COLUMNS
+def in_rows(x: torch.Tensor, parts: int = 1) -> bool:
+    """Whether kernels take rows of x, or equal parts of them: 16-bit values of which nobody wants a gradient, in whole
+    vectors."""
+    width, odd = divmod(x.shape[-1], parts)
+    if x.dtype not in (torch.float16, torch.bfloat16) or odd or width % 8 or not 0 < width <= MAX_COLUMNS:
+        return False
+    return not x.requires_grad or not torch.is_grad_enabled()
 
 
-def rows_form(layer: Any) -> dict[str, Any] | None:
+def rows_form(layer: Any) -> Form | None:
     """`quant`, `smooth` and `target` with which kernels on rows make what a layer multiplies; None for W4Ax. What they
     do not make, static codes and zero points of W8A8, the layer makes of 16 bits."""
     w = getattr(layer, "packed", None)
@@ -151,19 +156,14 @@ def gated(gate_up: torch.Tensor, name: str, layer: Any) -> Activations:
     Args:
         name: key of `glue.ACTIVATIONS`.
     """
-    form, blocks = rows_form(layer) or {}, mixed(layer)
-    own = OPERATOR_GATES.get(name)
-    if (
-        blocks is not None
-        and own
-        and gate_up.is_cuda
-        and gate_up.shape[-1] == 2 * blocks.k
-        and in_rows(gate_up[..., ::2])
-    ):
-        return w4ax.quantize_activations(gate_up, blocks, activation=own)
-    if name not in glue.OPERATOR_NAMES or gate_up.shape[-1] % 16 or not in_rows(gate_up[..., ::2]):
+    form, in_one = rows_form(layer), in_rows(gate_up, 2)
+    if form is None:
+        blocks, own = mixed(layer), OPERATOR_GATES.get(name)
+        if own and gate_up.is_cuda and gate_up.shape[-1] == 2 * blocks.k and in_one:
+            return w4ax.quantize_activations(gate_up, blocks, activation=own)
+    if name not in glue.OPERATOR_NAMES or not in_one:
         return glue.ACTIVATIONS[name](gate_up)
-    return activation.act_and_mul(gate_up, activation=glue.OPERATOR_NAMES[name], **form)
+    return activation.act_and_mul(gate_up, activation=glue.OPERATOR_NAMES[name], **form or {})
 
 
 def _operator(w: Any) -> Any:
@@ -186,7 +186,8 @@ def _held(x: Activations) -> torch.Tensor:
 
 def on_kernels(x: Activations) -> bool:
     """Whether the operator itself is called: on a GPU, and where the call is traced."""
-    return torch.compiler.is_compiling() or _held(x).is_cuda or type(_held(x)) is not torch.Tensor
+    held = x if type(x) is torch.Tensor else _held(x)
+    return held.is_cuda or torch.compiler.is_compiling() or type(held) is not torch.Tensor
 
 
 def check_activations(x: Activations, k: int) -> None:

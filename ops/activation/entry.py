@@ -60,4 +60,5 @@ def act_and_mul(
         if (made := row_calls.apart(act_and_mul, call, op.check, torch_op)) is not None:
             return made
         made = op.run(call, new=True)
-    return row_calls.returned(*made)
+    y, codes = made
+    return y if codes is None else row_calls.returned(y, codes)

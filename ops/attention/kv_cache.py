@@ -121,7 +121,7 @@ class KVCache:
             spread_static(name, s, fmt.static, (layers, kv_heads, head_dim), self.pages.device)
             for name, s, fmt in (("k_static", k_static, self.layout.k), ("v_static", v_static, self.layout.v))
         )
-        self.residual_tokens = residual
+        self.residual_tokens, self.slides = residual, slides(self.layout, residual)
         self.table = PageTable(pages, page_size, sequences, lambda tokens: self.layout.packed(tokens, residual))
 
     # -- sequences -----------------------------------------------------------------------------------------------------
@@ -380,7 +380,7 @@ class Batch:
     @property
     def slides(self) -> bool:
         """Whether the newest tokens lie in a ring that packs a tile at a time, which `rope_append` does not store."""
-        return slides(self.cache.layout, self.cache.residual_tokens)
+        return self.cache.slides
 
     def rope_append(
         self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: int = 0, **options: Any
@@ -394,7 +394,10 @@ class Batch:
         Raises:
             ArgumentError: another number of tokens than `extend` made room for, and as `rope_append`.
         """
-        self._check_tokens(qkv=qkv)
+        import torch
+
+        if type(qkv) is not torch.Tensor or qkv.layout is not torch.strided or qkv.dim() != 2 or qkv.requires_grad:
+            self._check_tokens(qkv=qkv)
         q = entry.rope_append(self._view(layer), qkv, cos, sin, **options)
         self._stored(layer)
         return q

@@ -96,4 +96,5 @@ def _call(operator: Callable, call: op.Call) -> Any:
         if (made := row_calls.apart(operator, call, op.check, torch_op)) is not None:
             return made
         made = op.run(call, new=True)
-    return row_calls.returned(*made)
+    y, codes = made
+    return y if codes is None else row_calls.returned(y, codes)

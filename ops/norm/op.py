@@ -174,7 +174,8 @@ def run(
     q, scales, sums = no_codes, no_scales, None
     if codes is not None:
         q, scales, sums = quantized.kernel_arguments(codes)
-    gain, inverse = (row_calls.vector(weight), None) if smooth is None else vectors_of(call)
+    as_it_is = smooth is None and weight.is_contiguous() and not weight.data_ptr() % 16
+    gain, inverse = (weight, None) if as_it_is else vectors_of(call)
     if post is None:  # a stand-in of the dtype that the kernel takes weights in
         post = no_scales if gain.dtype is torch.float32 else no_weight
     else:

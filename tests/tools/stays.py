@@ -21,6 +21,7 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
+from terrazzo import nn
 from terrazzo.lowering import kernels
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import activation, attention, launching, norm, rope, w4a8, w4a16, w4ax, w8a8
@@ -58,6 +59,7 @@ def pretend() -> None:
     kernels.get_kernel = Launch
     launching.targets = lambda packed_for, device, argument="w": (target, target)
     launching.detect = lambda index: target
+    Target.detect = staticmethod(lambda *args: target)
     sys.modules["terrazzo.ops.attention.cache.launch"].current_targets = lambda *args: (target, target)
 
 
@@ -90,7 +92,26 @@ def calls(device: str) -> dict[str, Callable[[], Any]]:
     angles = torch.rand(4, 64, generator=generator).to(device)
     heads = dict(heads=2, kv_heads=1, head_dim=128)
     made["rope.apply_rope"] = lambda: rope.apply_rope(x, angles, angles, **heads)
+    made["nn.DecoderLayer"] = decoder_layer(device)
     return made
+
+
+def decoder_layer(device: str) -> Callable[[], Any]:
+    """A step of a layer in w4a16 over a cache: two tokens of two sequences."""
+    heads, kv_heads, dim, hidden, width = 4, 2, 128, 512, 1024
+    generator = torch.Generator().manual_seed(0)
+    make = lambda n, k: w4a16.quantize(torch.randn(n, k, generator=generator).to(device) / k**0.5)
+    norm = lambda: nn.RMSNorm(torch.ones(hidden, dtype=torch.float16, device=device))
+    qkv = nn.QKVLinear.join(make(heads * dim, hidden), make(kv_heads * dim, hidden), make(kv_heads * dim, hidden))
+    out = nn.Linear(make(hidden, heads * dim))
+    attention_ = nn.Attention(qkv, out, heads=heads, kv_heads=kv_heads, head_dim=dim)
+    gate_up = nn.GateUpLinear.join(make(width, hidden), make(width, hidden))
+    layer = nn.DecoderLayer(attention_, nn.MLP(gate_up, nn.Linear(make(hidden, width))), norm(), norm())
+    cache = attention.KVCache("int4", "int4", kv_heads=kv_heads, head_dim=dim, pages=8, sequences=2, device=device)
+    batch = cache.extend({cache.new(): 1, cache.new(): 1})
+    h, delta = torch.randn(2, 2, hidden, generator=generator).to(device, torch.float16)
+    angles = [nn.Rotary.of_base(dim).to(device)(torch.tensor([0, 0], device=device))]
+    return lambda: layer(h.clone(), delta, None, angles, batch)
 
 
 def timed(path: Path, runs: int = 15, calls_a_run: int = 400) -> None:
