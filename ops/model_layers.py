@@ -17,6 +17,8 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import w8a8
 from terrazzo.ops.checkpoints.conventions.base import GROUP
 from terrazzo.ops.checkpoints.reader import Checkpoint
+from terrazzo.ops.products.table import PRODUCTS
+from terrazzo.ops.products.ways import INTEGER
 from terrazzo.ops.stored_layers import FAMILIES as READERS
 from terrazzo.ops.stored_layers import operator_of
 
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
     from terrazzo.ops.checkpoints.conventions.base import LayerConfig
     from terrazzo.schedules.models import Architecture
 
-FAMILIES = {name: (family, {"requantize": True} if name == "w4a8" else {}) for name, family in READERS.items()}
+_TWO_LEVELS = {one.record for one in PRODUCTS if one.ways[0].rule == INTEGER}
+FAMILIES = {name: (family, {"requantize": True} if name in _TWO_LEVELS else {}) for name, family in READERS.items()}
 """Operator -> what reads its layers, and with which options: those that read the most."""
 _FEW_ROWS = 8
 """Output features of each layer that are read at least: a word of zero points has as many."""

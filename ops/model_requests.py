@@ -168,12 +168,14 @@ def _stated(config: Config, weights: Weights, target: Target | None) -> Weights:
         size = layer.group_size
     symmetric = config.raw.get("zero_point") is False if layer.symmetric is None else layer.symmetric
     operator, inputs = weights.operator, ""
-    floats = bool(layer.inputs) or layer.format == "fp8" or layer.version == "float-quantized"
+    e4m3 = direct.W8A8_FP8
+    floats = bool(layer.inputs) or layer.format in e4m3.conventions or layer.version == "float-quantized"
     stored = layer.bits == 8 and (floats or layer.version == "int-quantized")
-    found = operator_of("fp8" if floats else "int_quantized", layer, target) if stored and not operator else operator
+    product = e4m3 if floats else direct.W8A8
+    (convention,) = product.conventions
+    found = operator_of(convention, layer, target) if stored and not operator else operator
     if found is not None and BY_RECORD[found].direct:
-        operator = (direct.W8A8_FP8 if floats else direct.W8A8).record
-        inputs = (layer.inputs if floats else layer.activations) or ""
+        operator, inputs = product.record, (layer.inputs if floats else layer.activations) or ""
     forms = dict(static="static" in inputs, zeros="asymmetric" in inputs, ue8m0="ue8m0" in inputs)
     return replace(weights, group_size=size, symmetric=symmetric, operator=operator, **forms)
 

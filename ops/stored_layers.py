@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from terrazzo.ops import fp8, mxfp4, mxfp4_fp8, nvfp4, w8a8, w8a16
+from terrazzo.ops.products import converted, direct, wide
+from terrazzo.ops.products.table import PRODUCTS
+from terrazzo.ops.products.ways import INT8
 from terrazzo.ops.w4a8.fp8_importers import FAMILY as W4A8_FP8
 from terrazzo.ops.w4a8.importers import FAMILY as W4A8
 from terrazzo.ops.w4a8.w8a8.op import runs_on
@@ -13,12 +16,16 @@ from terrazzo.ops.w4a16.importers import FAMILY as W4A16
 if TYPE_CHECKING:
     from terrazzo.lowering.targets import Target
     from terrazzo.ops.checkpoints.conventions.base import LayerConfig
+    from terrazzo.ops.products.product import Product
 
 FAMILIES = {
-    "w4a16": W4A16, "w4a8": W4A8, "w4a8_fp8": W4A8_FP8, "mxfp4": mxfp4.FAMILY, "fp8": fp8.FAMILY,
-    "w8a16": w8a16.FAMILY, "nvfp4": nvfp4.FAMILY, "w8a8": w8a8.FAMILY, "mxfp4_fp8": mxfp4_fp8.FAMILY,
+    wide.W4A16.record: W4A16, converted.W4A8.record: W4A8, converted.W4A8_FP8.record: W4A8_FP8,
+    wide.MXFP4.record: mxfp4.FAMILY, wide.FP8.record: fp8.FAMILY, wide.W8A16.record: w8a16.FAMILY,
+    wide.NVFP4.record: nvfp4.FAMILY, direct.W8A8.root: w8a8.FAMILY, converted.MXFP4_FP8.record: mxfp4_fp8.FAMILY,
 }  # fmt: skip
-"""Operator -> what reads its layers. "w8a8" is also that of e4m3; "mxfp4_fp8" is taken where it is asked for."""
+"""Operator -> what reads its layers. W8A8's is also that of e4m3."""
+_INTEGERS = {one.x.quant: one for one in (wide.W4A16, converted.W4A8, converted.W4A8_FP8)}
+"""What a config says of activations -> product of 4-bit integers."""
 
 
 def operator_of(
@@ -42,23 +49,34 @@ def operator_of(
         weight_only: whether activations of FP8 and INT8 layers stay in 16 bits whatever the config says.
         activations: "e4m3" quantizes those of MXFP4 layers.
     """
-    if convention == "mxfp4" and activations == "e4m3":
-        return "mxfp4_fp8"
-    if convention in ("mxfp4", "nvfp4"):
-        return convention
-    if convention == "fp8":
-        powers = config.inputs == "e4m3 ue8m0" and config.group_size == 128
-        follows = powers or config.inputs in ("e4m3", "e4m3 static")
-        follows = follows and not weight_only and runs_on(target, "e4m3")
-        return "w8a8" if follows else "fp8"
-    if convention == "int_quantized" and config.bits == 8:
-        if config.activations == "other" and not weight_only:
-            return "w8a8"  # which refuses them by name
-        by_row = config.group_size in (None, -1) and config.symmetric is not False
-        follows = not weight_only and by_row and (config.activations or "").startswith("int8")
-        return "w8a8" if follows and runs_on(target, "int8") else "w8a16"
-    if config.bits == 8 and convention in w8a16.FAMILY.readers:
-        return "w8a16"
-    if convention == "qserve" or config.activations == "int8":
-        return "w4a8"
-    return "w4a8_fp8" if config.activations == "e4m3" else "w4a16"
+    found = _product(convention, config, target, weight_only, activations)
+    return found.root if found.direct else found.record
+
+
+def _product(
+    convention: str, config: LayerConfig, target: Target | None, weight_only: bool, activations: str | None
+) -> Product:
+    readers = [one for one in PRODUCTS if convention in one.conventions]
+    floats = all(one.codes.values for one in readers)
+    if not floats:
+        bits = 8 if config.bits == 8 else 4  # others are refused by name where they are read
+        readers = [one for one in readers if one.conventions[convention] == bits] or readers
+    kept = next((one for one in readers if one.wide), None)
+    follows = next((one for one in readers if one.direct), None)
+    if follows is not None and kept is not None:  # bytes: with activations in bytes, or in 16 bits
+        if follows.x.quant == INT8.quant:
+            if config.activations == "other" and not weight_only:
+                return follows  # which refuses them by name
+            by_row = config.group_size in (None, -1) and config.symmetric is not False
+            stated = by_row and (config.activations or "").startswith(INT8.quant)
+        else:
+            powers = config.inputs == "e4m3 ue8m0" and config.group_size == 128
+            stated = powers or config.inputs in ("e4m3", "e4m3 static")
+        return follows if stated and not weight_only and runs_on(target, follows.codes.name) else kept
+    if floats:
+        return next((one for one in readers if one.on_request and one.x.quant == activations), kept)
+    if kept is not None and kept.codes.bits == 8:
+        return kept
+    if kept is None and len(readers) == 1:
+        return readers[0]
+    return _INTEGERS.get(config.activations, wide.W4A16)
