@@ -13,6 +13,9 @@ from terrazzo.lowering.errors import ArgumentError
 
 if TYPE_CHECKING:
     import torch
+    from terrazzo.ops.attention.cache.cache import PackedCache
+
+    Found = tuple[int, slice, torch.Tensor, torch.Tensor]
 
 CHECKED_HEADS = 3
 """kv heads of the first and of the last sequence that are compared with the reference."""
@@ -110,7 +113,7 @@ def random_cache(
     )  # fmt: skip
 
 
-def expected(q: Any, cache: Any) -> list[tuple[int, slice, Any, Any]]:
+def expected(q: torch.Tensor, cache: PackedCache) -> list[Found]:
     """(sequence, query heads, output, bound) of a few heads of the first and the last sequence."""
     from terrazzo.ops.attention.decoding import reference
 
@@ -124,7 +127,7 @@ def expected(q: Any, cache: Any) -> list[tuple[int, slice, Any, Any]]:
     return found
 
 
-def wrong(y: Any, found: Sequence[tuple[int, slice, Any, Any]]) -> str:
+def wrong(y: torch.Tensor, found: Sequence[Found]) -> str:
     """What is wrong with an output, or ""; `found` is of `expected`."""
     missing = int(y.isnan().sum())
     if missing:
@@ -149,7 +152,7 @@ class Decode(Subject):
         self.shape, self.head_dim, self.q_len, self.dtype = shape, head_dim, q_len, dtype
         self.caches = [random_cache(*formats, shape, head_dim, page)]
 
-    def inputs(self, m: int) -> Any:
+    def inputs(self, m: int) -> tuple:
         import torch
 
         rng = torch.Generator(gemm_bench.DEVICE).manual_seed(m)
@@ -174,22 +177,22 @@ class Decode(Subject):
         """Of q and of the output."""
         return self.shape.batch, self.q_len, self.shape.heads, self.head_dim
 
-    def launch(self, given: Any, copy: Any, out: torch.Tensor) -> None:
+    def launch(self, given: tuple, copy: PackedCache, out: torch.Tensor) -> None:
         from terrazzo.ops import attention
 
         attention.decode(given, copy, out=out)
 
-    def expected(self, given: Any, m: int) -> Any:
+    def expected(self, given: tuple, m: int) -> tuple:
         return expected(given, self.caches[0])
 
-    def wrong(self, out: torch.Tensor, expected: Any) -> str:
+    def wrong(self, out: torch.Tensor, expected: tuple) -> str:
         return wrong(out, expected)
 
 
 class Prefill(Decode):
     """The cache of one batch whose last `q_len` tokens are new."""
 
-    def launch(self, given: Any, copy: Any, out: torch.Tensor) -> None:
+    def launch(self, given: tuple, copy: PackedCache, out: torch.Tensor) -> None:
         from terrazzo.ops import attention
 
         attention.prefill(given.flatten(0, 1), copy, self._starts(given), self.q_len, out=out.view(-1, *out.shape[2:]))
@@ -201,13 +204,13 @@ class Prefill(Decode):
             self.starts = self.q_len * torch.arange(self.shape.batch + 1, dtype=torch.int32, device=q.device)
         return self.starts
 
-    def expected(self, given: Any, m: int) -> Any:
+    def expected(self, given: tuple, m: int) -> tuple:
         """All of it, in one piece."""
         from terrazzo.ops.attention.prefilling import prefill_reference
 
         out, _, bound = prefill_reference.prefill(given.flatten(0, 1), self.caches[0], self._starts(given))
         return out.view(given.shape), bound.view(given.shape)
 
-    def wrong(self, out: torch.Tensor, expected: Any) -> str:
+    def wrong(self, out: torch.Tensor, expected: tuple) -> str:
         missing = int(out.isnan().sum())
         return f"{missing} elements of the output are NaN" if missing else measure.check_outputs(out, *expected)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
     from terrazzo.lowering.request import KernelRequest
     from terrazzo.lowering.targets import Target
+    from terrazzo.ops.weights import Packed
     from terrazzo.schedules.problem import Gemm
 
 CHECKED_ROWS = 512
@@ -63,14 +64,14 @@ class Peer(Protocol):
     def missing(self) -> str:
         """Why it cannot run here, or ""."""
 
-    def load(self, weight: Any, dense: torch.Tensor, copies: Callable[[int], int]) -> list[Any]:
+    def load(self, weight: Packed, dense: torch.Tensor, copies: Callable[[int], int]) -> list[object]:
         """Copies of the weight in the peer's own form; `copies(nbytes)` says how many exceed the L2 cache.
 
         Args:
             weight: the canonical weight. dense: the same, dequantized in the activation dtype [N, K].
         """
 
-    def call(self, x: torch.Tensor, loaded: Any) -> torch.Tensor:
+    def call(self, x: torch.Tensor, loaded: object) -> torch.Tensor:
         """y [M, N]."""
 
 
@@ -82,7 +83,7 @@ class Cublas:
     def missing(self) -> str:
         return ""
 
-    def load(self, weight: Any, dense: torch.Tensor, copies: Callable[[int], int]) -> list[Any]:
+    def load(self, weight: Packed, dense: torch.Tensor, copies: Callable[[int], int]) -> list[object]:
         return [dense.clone() for _ in range(copies(dense.numel() * dense.element_size()))]
 
     def call(self, x: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
@@ -279,7 +280,7 @@ class Shape(ABC):
 
         return torch.randn(m, self.k, generator=self.random, device=DEVICE, dtype=self.dtype)
 
-    def quantized(self, x: torch.Tensor) -> Any:
+    def quantized(self, x: torch.Tensor) -> object:
         """x as products of the weight take it, where the operator quantizes activations."""
         return self.module.quantize_activations(x)
 
@@ -381,11 +382,11 @@ class Shape(ABC):
         return found
 
 
-def bound_call(call: Callable[..., object], packed: Any, out: torch.Tensor | None) -> Callable[[], object]:
+def bound_call(call: Callable[..., object], packed: Packed, out: torch.Tensor | None) -> Callable[[], object]:
     return lambda: call(packed, out)
 
 
-def peer_call(peer: Peer, x: torch.Tensor, loaded: Any) -> Callable[[], object]:
+def peer_call(peer: Peer, x: torch.Tensor, loaded: object) -> Callable[[], object]:
     return lambda: peer.call(x, loaded)
 
 

@@ -12,12 +12,15 @@ from terrazzo.autotune.subjects import Subject
 if TYPE_CHECKING:
     import torch
     from terrazzo.autotune.gemm_bench import Settings, Shape
+    from terrazzo.lowering.request import KernelRequest
     from terrazzo.lowering.targets import Target
+    from terrazzo.ops.grouped import GroupedWeight
+    from terrazzo.ops.weights import Packed
 
 MOST_COPIES = 16
 
 
-def turned(packed: Any, experts: int) -> list[Any]:
+def turned(packed: Packed, experts: int) -> list[GroupedWeight]:
     """Packed weights whose rows are those of one weight, rotated by 64 for each expert; N must be a multiple of 64."""
     made = []
     for e in range(experts):
@@ -48,7 +51,14 @@ class Grouped(Subject):
     """
 
     def __init__(
-        self, kind: type[Shape], n: int, k: int, experts: int, settings: Settings, target: Target, requests: Any
+        self,
+        kind: type[Shape],
+        n: int,
+        k: int,
+        experts: int,
+        settings: Settings,
+        target: Target,
+        requests: Sequence[KernelRequest],
     ) -> None:
         alone = type(kind.__name__, (kind,), {"copies": lambda self, nbytes: 1})
         self.base = alone(n, k, settings, target, [], target.dram_gb_s)
@@ -56,7 +66,7 @@ class Grouped(Subject):
         self.quantizes = hasattr(self.operator, "quantize_activations")
         self.stacks = [self.operator.GroupedWeight.stack(turned(self.base.packed[0], experts))]
 
-    def inputs(self, m: int) -> Any:
+    def inputs(self, m: int) -> tuple:
         import torch
 
         x = self.base.tokens(m)
@@ -77,7 +87,7 @@ class Grouped(Subject):
     def output(self, m: int) -> torch.Tensor:
         return measure.poisoned((m, self.base.n), self.base.dtype, gemm_bench.DEVICE)
 
-    def launch(self, given: Any, copy: Any, out: torch.Tensor) -> None:
+    def launch(self, given: tuple, copy: GroupedWeight, out: torch.Tensor) -> None:
         _, x, offsets, _ = given
         more = {"out_dtype": self.base.dtype} if self.quantizes else {}
         self.operator.grouped_gemm(x, copy, offsets, out=out, **more)
@@ -85,7 +95,7 @@ class Grouped(Subject):
     def kind(self, m: int) -> str:
         return next((str(value) for key, value in self.requests(m)[0].params if key == "numerics"), "")
 
-    def expected(self, given: Any, m: int) -> Any:
+    def expected(self, given: tuple, m: int) -> tuple:
         """Rows compared, reference and bound: by the first expert's weight, columns rotated as the owner's rows are."""
         import torch
 
@@ -95,11 +105,11 @@ class Grouped(Subject):
         columns = (torch.arange(self.base.n, device=rows.device)[None, :] - shift[:, None]) % self.base.n
         return rows, reference.gather(1, columns), bound.gather(1, columns)
 
-    def wrong(self, out: torch.Tensor, expected: Any) -> str:
+    def wrong(self, out: torch.Tensor, expected: tuple) -> str:
         return gemm_bench.wrong(out, *expected)
 
 
-def clone(packed: Any) -> Any:
+def clone(packed: Packed) -> Packed:
     """A packed weight with tensors of its own."""
     from terrazzo.ops import weights
 

@@ -15,6 +15,7 @@ from terrazzo.schedules import linear_spaces, models, spaces
 from terrazzo.schedules.roofline import Roofline, bounds
 
 if TYPE_CHECKING:
+    from terrazzo.autotune.adapter import Plan
     from terrazzo.autotune.gemm_bench import Settings, Shape
     from terrazzo.autotune.jobs import Job
     from terrazzo.autotune.subjects import Subject
@@ -72,7 +73,7 @@ class Linear(Operator):
     def space(self, problem: Problem) -> spaces.Space:
         return linear_spaces.of(self.kind.gemm(dict(problem.facts)))
 
-    def plan(self, problem: Problem, target: Target) -> Any:
+    def plan(self, problem: Problem, target: Target) -> Plan:
         return self.kind.plan(problem.m, dict(problem.facts), target)
 
     def beside(self, problem: Problem, target: Target) -> list[KernelRequest]:

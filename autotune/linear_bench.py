@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import torch
     from terrazzo.lowering.request import KernelRequest
     from terrazzo.lowering.targets import Target
+    from terrazzo.nn.products import Activations
+    from terrazzo.ops.weights import Packed
     from terrazzo.schedules.problem import Gemm
 
 Calls = dict[str, Callable[[Any, "torch.Tensor | None"], "torch.Tensor"]]
@@ -158,7 +160,7 @@ class ByteShape(LinearShape):
     def converter(self, params: Mapping[str, Any]) -> str:
         return get_way(self.product.codes, params["dequantization"]).converter()
 
-    def quantized(self, x: torch.Tensor) -> Any:
+    def quantized(self, x: torch.Tensor) -> Activations:
         return self.module.quantize_activations(x)
 
     def oracle(self, x: torch.Tensor, requests: Sequence[KernelRequest]) -> tuple[Any, ...]:
@@ -211,7 +213,7 @@ class DirectShape(ByteShape):
     def described(self) -> tuple[str, str]:
         return self.product.record, self.problem()["dequantization"]
 
-    def quantized(self, x: torch.Tensor) -> Any:
+    def quantized(self, x: torch.Tensor) -> Activations:
         return self.module.quantize_activations(x, self.packed[0])
 
     def oracle(self, x: torch.Tensor, requests: Sequence[KernelRequest]) -> tuple[Any, ...]:
@@ -256,7 +258,7 @@ class MixedShape(ByteShape):
     def converter(self, params: Mapping[str, Any]) -> str:
         return self.product.ways[not params["two_level"]].converter()
 
-    def quantized(self, x: torch.Tensor) -> Any:
+    def quantized(self, x: torch.Tensor) -> Activations:
         return self.module.quantize_activations(x, self.packed[0])
 
     def oracle(self, x: torch.Tensor, requests: Sequence[KernelRequest]) -> tuple[Any, ...]:
@@ -313,7 +315,7 @@ def shape_of(kind: Kind, facts: Facts) -> tuple[type[LinearShape], LinearSetting
     return class_of(product), LinearSettings(dtype, **own, record=product.record)
 
 
-def random_weight(n: int, k: int, settings: LinearSettings, random: torch.Generator) -> Any:
+def random_weight(n: int, k: int, settings: LinearSettings, random: torch.Generator) -> Packed:
     """A canonical weight of a product with uniform codes, on the generator's device."""
     import torch
 
@@ -354,7 +356,7 @@ def random_weight(n: int, k: int, settings: LinearSettings, random: torch.Genera
     return made.QuantizedWeight.canonical(own, scales, weight=name, group_size=size)
 
 
-def _random_mixed(n: int, k: int, settings: LinearSettings, random: torch.Generator) -> Any:
+def _random_mixed(n: int, k: int, settings: LinearSettings, random: torch.Generator) -> Packed:
     """Of W4Ax, with scales of this form."""
     import torch
     from terrazzo.ops import w4ax
@@ -370,7 +372,7 @@ def _random_mixed(n: int, k: int, settings: LinearSettings, random: torch.Genera
     return w4ax.QuantizedWeight.canonical(codes.masked_fill(plan.order() < 0, 0), held, **facts)
 
 
-def dense_of(weight: Any, dtype: torch.dtype) -> torch.Tensor:
+def dense_of(weight: Packed, dtype: torch.dtype) -> torch.Tensor:
     """The weight in 16 bits [N, K], a slice of rows at a time: the float64 of a large one would not fit."""
     import torch
     from terrazzo.nn.joined import rows_of

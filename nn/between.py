@@ -44,7 +44,7 @@ def requests(model: nn.Module, m: Sequence[int] | None, dtype: str, target: Targ
 
 
 def quantizers(
-    layer: Any, m: Sequence[int] | None, dtype: str, target: Target, *, norm: bool, front: str = "none"
+    layer: nn.Module, m: Sequence[int] | None, dtype: str, target: Target, *, norm: bool, front: str = "none"
 ) -> list[KernelRequest]:
     """What makes of 16 bits, or of what stands in front of them, what a W4Ax layer multiplies; `front` as of its
     operator's `kernel_requests`."""
@@ -54,7 +54,7 @@ def quantizers(
     return list(dict.fromkeys(w4ax_activations.plan(each, own["k"], own["blocks8"], **facts) for each in tokens))
 
 
-def scales_of(layer: Any) -> str:
+def scales_of(layer: nn.Module) -> str:
     """Form of a W4Ax layer's scales."""
     return "two_level" if "channel_scales" in layer._facts["tensors"] else "block"
 
@@ -92,7 +92,7 @@ def _style(layer: Attention) -> str:
     return "none" if layer.norms is None else "llama"
 
 
-def _form(layer: Any) -> dict[str, Any] | None:
+def _form(layer: nn.Module) -> dict[str, Any] | None:
     """How kernels on rows make what a layer multiplies, as their `kernel_requests` want it; None: they do not."""
     form = products.rows_form(layer)
     if form is None:
@@ -105,7 +105,9 @@ def _norms(decoder: Decoder) -> Iterator[tuple[int, tuple[tuple[str, Any], ...]]
     """Hidden size and facts of each norm, in the order of a step."""
     delta, post = False, None
 
-    def of(it: RMSNorm, before: Any, post: RMSNorm | None) -> Iterator[tuple[int, tuple[tuple[str, Any], ...]]]:
+    def of(
+        it: RMSNorm, before: nn.Module | None, post: RMSNorm | None
+    ) -> Iterator[tuple[int, tuple[tuple[str, Any], ...]]]:
         form, hidden = {} if before is None else _form(before), it.weight.numel()
         alike = post is None or post.weight.dtype == it.weight.dtype
         if form is not None and alike and hidden % rows.VECTOR == 0 < hidden <= rows.MAX_COLUMNS:

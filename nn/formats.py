@@ -18,7 +18,11 @@ from terrazzo.ops.products.table import BY_WORD
 from terrazzo.ops.weight.base import Packed
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     import torch
+    from terrazzo.nn.joined import Option
+    from terrazzo.ops.w4ax.fmpq import BlockPlan
 
 VECTORS = ("bias",)
 """Tensors of a weight that a module casts with itself; all others keep their dtype."""
@@ -74,12 +78,12 @@ class Format:
         end = "-sym" if self.symmetric else ""
         return f"{self.family}-g{'K' if self.group_size is None else self.group_size}{end}"
 
-    def plan(self, magnitudes: torch.Tensor) -> Any:
+    def plan(self, magnitudes: torch.Tensor) -> BlockPlan:
         """W4Ax's order and blocks for magnitudes [K] of input channels, a quarter of the blocks INT8."""
         return module_of(self.product).plan_blocks(magnitudes, ratio=0.25)
 
     def quantize_experts(
-        self, experts: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None] | None = None, **options: Any
+        self, experts: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None] | None = None, **options: Option
     ) -> list[Any]:
         """`quantize` of each expert's float weight [N, K]. Those of "w4ax" share a plan, as one product reads them."""
         import torch
@@ -92,7 +96,7 @@ class Format:
         biases = [None] * len(experts) if biases is None else biases
         return [self.quantize(w.detach(), bias, **options) for w, bias in zip(experts, biases)]
 
-    def quantize(self, weight: torch.Tensor, bias: torch.Tensor | None = None, **options: Any) -> Any:
+    def quantize(self, weight: torch.Tensor, bias: torch.Tensor | None = None, **options: Option) -> Packed:
         """The packed weight of a float one [N, K], on its device; options are those of the family's `quantize`.
 
         Without a `plan`, "w4ax" takes magnitudes of the weight's columns in the place of calibrated activations.
@@ -121,12 +125,12 @@ def _names() -> list[str]:
     return found
 
 
-def module_of(product: Product) -> Any:
+def module_of(product: Product) -> ModuleType:
     """Its public module: `quantize`, `PackedWeight`, `gemm`."""
     return import_module(f"terrazzo.ops.{product.module}")
 
 
-def product_of(weight: Any, argument: str = "weight") -> Product:
+def product_of(weight: object, argument: str = "weight") -> Product:
     """Of a packed weight; ArgumentError for something else."""
     if isinstance(weight, Packed):
         return weight._product
@@ -144,7 +148,7 @@ def plain_fields(product: Product) -> tuple[str, ...]:
     return ("n", "k", *product.facts, "layout", "target")
 
 
-def facts_of(weight: Any) -> dict[str, Any]:
+def facts_of(weight: Packed) -> dict[str, Any]:
     """What is known of a packed weight besides its tensors, as JSON has it; `experts` is None for one weight."""
     product = product_of(weight)
     facts = {name: getattr(weight, name) for name in plain_fields(product)}
@@ -172,7 +176,7 @@ def encoded(facts: dict[str, Any]) -> torch.Tensor:
 
 def decoded(tensor: torch.Tensor, name: str) -> dict[str, Any]:
     """The facts in a tensor that `encoded` made; ArgumentError for another one."""
-    facts: Any = None
+    facts: object = None
     if tensor.numel() <= STATE_BYTES:
         with suppress(ValueError, TypeError, RecursionError):
             facts = json.loads(bytes(tensor.detach().cpu().tolist()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from terrazzo.lowering.errors import ArgumentError
@@ -14,6 +14,10 @@ from terrazzo.nn.module import PackedModule, stored_weight
 from terrazzo.ops import weights
 from terrazzo.ops.products.planes import UNIT_K, Size
 from torch import nn
+
+if TYPE_CHECKING:
+    from terrazzo.nn.joined import Option
+    from terrazzo.ops.weights import Packed
 
 
 class Linear(PackedModule):
@@ -30,18 +34,23 @@ class Linear(PackedModule):
         ArgumentError: something else.
     """
 
-    def __init__(self, packed: Any) -> None:
+    def __init__(self, packed: Packed) -> None:
         facts_of(packed)  # refuses experts
         super().__init__(packed)
 
     @classmethod
-    def from_packed(cls, packed: Any) -> Linear:
+    def from_packed(cls, packed: Packed) -> Linear:
         """The layer of a packed weight."""
         return cls(packed)
 
     @classmethod
     def from_float(
-        cls, source: nn.Linear | torch.Tensor, format: str | Format = "w4a16-g128", *, bias: Any = None, **options: Any
+        cls,
+        source: nn.Linear | torch.Tensor,
+        format: str | Format = "w4a16-g128",
+        *,
+        bias: torch.Tensor | None = None,
+        **options: Option,
     ) -> Linear:
         """Quantize a float layer, or a weight [N, K], on its device.
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from terrazzo.lowering.errors import ArgumentError
@@ -15,6 +15,9 @@ from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.products.table import BY_WORD
 from terrazzo.ops.weight import files
 from torch import nn
+
+if TYPE_CHECKING:
+    from terrazzo.ops.weights import Packed
 
 
 class PackedModule(nn.Module):
@@ -28,7 +31,7 @@ class PackedModule(nn.Module):
         packed: a PackedWeight of w4a16, w4a8, w4a8.fp8 or w4ax, or a GroupedWeight. Its tensors become the buffers.
     """
 
-    def __init__(self, packed: Any) -> None:
+    def __init__(self, packed: Packed | GroupedWeight) -> None:
         super().__init__()
         grouped = isinstance(packed, GroupedWeight)
         one = packed.stacked if grouped else packed
@@ -44,7 +47,7 @@ class PackedModule(nn.Module):
 
     # -- what forward reads --------------------------------------------------------------------------------------------
     @property
-    def packed(self) -> Any:
+    def packed(self) -> Packed | GroupedWeight:
         """The weight over the buffers of now; the same object until one of them is another tensor.
 
         Raises:
@@ -66,7 +69,7 @@ class PackedModule(nn.Module):
 
     def on_cpu(
         self, x: products.Activations, out_dtype: torch.dtype | None, offsets: torch.Tensor | None = None
-    ) -> Any:
+    ) -> torch.Tensor | None:
         """The product with x by torch's own, where x lies on a CPU and nothing is traced; else None. See `nn.cpu`."""
         if products.on_kernels(x) or cpu.asked_for_oracle():
             return None
@@ -83,7 +86,9 @@ class PackedModule(nn.Module):
             y = self._held(w, made, dtype)(made, w.bias, dtype)
         return y.view(*x.shape[:-1], w.n)
 
-    def _held(self, w: Any, x: Any, dtype: torch.dtype, expert: int = 0) -> cpu.Floats | cpu.Integers:
+    def _held(
+        self, w: Packed, x: products.Activations, dtype: torch.dtype, expert: int = 0
+    ) -> cpu.Floats | cpu.Integers:
         """The dequantized weight, of an expert `w`, for x; made once, until a buffer is written to or moves."""
         dtype = x.dtype if isinstance(x, torch.Tensor) else dtype
         whole, kept = self.packed, self._dense
@@ -95,14 +100,16 @@ class PackedModule(nn.Module):
             found = kept[2].setdefault(expert, cpu.dense(w, dtype))
         return found
 
-    def _experts_on_cpu(self, x: Any, w: GroupedWeight, dtype: torch.dtype, offsets: torch.Tensor) -> torch.Tensor:
+    def _experts_on_cpu(
+        self, x: products.Activations, w: GroupedWeight, dtype: torch.dtype, offsets: torch.Tensor
+    ) -> torch.Tensor:
         grouped.check_rows(x.shape, w.k)
         grouped.check_offsets(offsets, len(w), w.device)
         with torch.autocast("cpu", enabled=False):
             x = products.quantize(x, w) if isinstance(x, torch.Tensor) else x
         numbers = count()
 
-        def product(rows: torch.Tensor, one: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        def product(rows: torch.Tensor, one: Packed, bias: torch.Tensor | None) -> torch.Tensor:
             expert = next(numbers)
             if not len(rows):
                 return torch.zeros(0, w.n, dtype=dtype)
@@ -112,12 +119,12 @@ class PackedModule(nn.Module):
         with torch.autocast("cpu", enabled=False):
             return w.reference(product, torch.arange(x.shape[0]), offsets, w.stacked.bias)
 
-    def _make(self) -> Any:
+    def _make(self) -> Packed | GroupedWeight:
         """The weight over the buffers."""
         weight = self._type(**{name: self._buffers[name] for name in formats.tensors_of(self.kind)}, **self._plain)
         return GroupedWeight(weight) if "experts" in self._facts else weight
 
-    def _check(self, made: Any) -> None:
+    def _check(self, made: Packed | GroupedWeight) -> None:
         """Raise an error unless kernels of this version can read the buffers as what the module is."""
         words, noted = self.words, self.weight_format
         if words.is_meta:
@@ -133,7 +140,7 @@ class PackedModule(nn.Module):
         weights.check_vectors(made)
 
     # -- moving and copying --------------------------------------------------------------------------------------------
-    def _apply(self, fn: Any, recurse: bool = True) -> PackedModule:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PackedModule:
         held, self._dense = dict(self._buffers), None
         super()._apply(fn, recurse)
         for name, before in held.items():  # .half() and .to(dtype) change no weight
@@ -194,7 +201,7 @@ class PackedModule(nn.Module):
         return ", ".join(parts + has)
 
 
-def stored_weight(state: Mapping[str, torch.Tensor], prefix: str = "") -> Any:
+def stored_weight(state: Mapping[str, torch.Tensor], prefix: str = "") -> Packed | GroupedWeight:
     """The weight that a `PackedModule` left in a state, over the state's tensors; a GroupedWeight for experts.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from terrazzo.lowering.errors import ArgumentError
@@ -23,6 +23,12 @@ from terrazzo.ops.weight_only import entry as weight_only
 from terrazzo.ops.weight_only.packed import WeightOnly
 from terrazzo.schedules.rows import MAX_COLUMNS
 
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from terrazzo.ops.weights import Packed
+    from torch import nn
+
 Activations = torch.Tensor | Bytes | BlockQuantizedActivations | Mixed
 """What a product takes: float16 or bfloat16 [..., K], or activations that `quantize` made for the weight."""
 Form = Mapping[str, Any]
@@ -31,7 +37,7 @@ OPERATOR_GATES = {name: own for name, own in glue.OPERATOR_NAMES.items() if own 
 """Activations that W4Ax's quantizer takes in."""
 
 
-def gemm(x: Activations, w: Any, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+def gemm(x: Activations, w: Packed, out_dtype: torch.dtype | None = None) -> torch.Tensor:
     """y [..., N] of x [..., K], or activations quantized for `w`; w's own bias is added.
 
     Args:
@@ -55,7 +61,7 @@ def gemm(x: Activations, w: Any, out_dtype: torch.dtype | None = None) -> torch.
 
 def quantize(
     x: torch.Tensor,
-    w: Any,
+    w: GroupedWeight,
     rms_weight: torch.Tensor | None = None,
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
@@ -121,7 +127,7 @@ def in_rows(x: torch.Tensor, parts: int = 1) -> bool:
     return not x.requires_grad or not torch.is_grad_enabled()
 
 
-def rows_form(layer: Any) -> Form | None:
+def rows_form(layer: nn.Module) -> Form | None:
     """`quant`, `smooth` and `target` with which kernels on rows make what a layer multiplies; None for W4Ax. What they
     do not make, static codes and zero points of W8A8, the layer makes of 16 bits."""
     w = getattr(layer, "packed", None)
@@ -138,19 +144,19 @@ def rows_form(layer: Any) -> Form | None:
     return form
 
 
-def mixed(layer: Any) -> W4Ax | None:
+def mixed(layer: nn.Module) -> W4Ax | None:
     """The weight of a W4Ax layer, stacked where it is of experts: its quantizer takes in what stands in front of it."""
     w = getattr(layer, "packed", None)
     w = w.stacked if isinstance(w, GroupedWeight) else w
     return w if isinstance(w, W4Ax) else None
 
 
-def adds(layer: Any, h: torch.Tensor) -> bool:
+def adds(layer: nn.Module, h: torch.Tensor) -> bool:
     """Whether the quantizer of a layer's activations adds to the residual h, too."""
     return mixed(layer) is not None and in_rows(h) and h.is_contiguous() and h.data_ptr() % 16 == 0
 
 
-def gated(gate_up: torch.Tensor, name: str, layer: Any) -> Activations:
+def gated(gate_up: torch.Tensor, name: str, layer: nn.Module) -> Activations:
     """act(gate) * up of joined [..., 2 F], as `layer` multiplies it, or as a tensor.
 
     Args:
@@ -166,13 +172,13 @@ def gated(gate_up: torch.Tensor, name: str, layer: Any) -> Activations:
     return activation.act_and_mul(gate_up, activation=glue.OPERATOR_NAMES[name], **form or {})
 
 
-def _operator(w: Any) -> Any:
+def _operator(w: Packed) -> ModuleType:
     if isinstance(w, W8A8):
         return w8a8
     return weight_only if isinstance(w, WeightOnly) else w4ax if isinstance(w, W4Ax) else w4a8
 
 
-def _torch_op(operator: Any) -> Any:
+def _torch_op(operator: ModuleType) -> ModuleType:
     return import_module(f"{operator.__name__.removesuffix('.entry')}.torch_op")
 
 

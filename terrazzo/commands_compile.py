@@ -28,8 +28,11 @@ from terrazzo.console import check_writable, json_option, print_json, print_tabl
 from terrazzo.lowering.errors import BundleError, CompileError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from terrazzo.lowering.request import KernelRequest
     from terrazzo.lowering.targets import Target
+    from terrazzo.ops.model_requests import Model
 
 _FOLDER = click.Path(exists=True, path_type=Path)
 
@@ -315,7 +318,7 @@ def _add_packed(wanted: _Wanted, folder: Path, at: Target, options: Options) -> 
     wanted.models.append(folder.name)
 
 
-def _of_engine(model: Any, at: Target, options: Options) -> dict[Any, None]:
+def _of_engine(model: Model, at: Target, options: Options) -> dict[KernelRequest, None]:
     """Kernels of attention over caches of vLLM."""
     if not options.caches:
         return {}
@@ -391,7 +394,7 @@ def _parameters(op: str) -> set[str]:
     return own | set(inspect.signature(_requests(op)).parameters)
 
 
-def _requests(op: str) -> Any:
+def _requests(op: str) -> Callable[..., list[KernelRequest]]:
     """The function that names an operator's kernels."""
     import importlib
 
