@@ -8,6 +8,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.attention.cache.layout import CacheLayout
 from terrazzo.ops.attention.device.decode_copies import peek
 from terrazzo.ops.attention.device.tile_macros import Sizes, less, smaller
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.types import Buffer, Buffers, Expr, Macro, PrimFunc, scalars
 
 PASS_CONFIGS = (  # barriers and bounds are the program's own
@@ -141,8 +142,6 @@ class Tensors(NamedTuple):
 
 def arguments(p: Decode) -> tuple[Tensors, Sizes]:
     """The types of the tensors, and the sizes they have."""
-    import tilelang.language as T
-
     names = ("b", "q_len", "hq", "hk", "pages", "page_words", "tb", "most", "slots", "rh", "res_words")
     names += ("skh", "skd", "svh", "svd", "n_sinks", "y", "p", "n", "b1")
     names += ("m", "k", "n_scales", "n_sums", "n_smooth") if p.coded else ()
@@ -204,8 +203,6 @@ def query_at(w: Buffers, query: Expr) -> Expr:
 def make_rows_macros(p: Decode, sizes: Sizes) -> tuple[Macro, Macro]:
     """Macros `find_rows` (which rows of which kv head are the CTA's) and, of ragged batches, `find_own` (how many new
     tokens its sequence has, behind the wait for the kernel ahead; a CTA without rows ends there)."""
-    import tilelang.language as T
-
     cols, ragged = p.cols, p.ragged
 
     @T.macro
@@ -239,8 +236,6 @@ def make_rows_macros(p: Decode, sizes: Sizes) -> tuple[Macro, Macro]:
 def program(body: Macro, a: Tensors, p: Decode) -> PrimFunc:
     """The prim_func `main` of a macro over all `Tensors`, whose types are `a`. One of a ragged batch has CU and
     most_new besides. One that makes codes has XQ int8 [M, Hq D], scales XS, sums XR and factors SM behind LSE."""
-    import tilelang.language as T
-
     if p.coded and p.ragged:
 
         @T.prim_func

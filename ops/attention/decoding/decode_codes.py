@@ -11,6 +11,7 @@ from terrazzo.ops.attention.decoding.decode_arguments import Decode, query_at
 from terrazzo.ops.attention.device.primitives import attention_prelude
 from terrazzo.ops.attention.device.tile_macros import Sizes, each, less, smaller
 from terrazzo.ops.tiles import row_outputs
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.row_outputs import BLOCK, FORMS, VECTOR
 from terrazzo.ops.tiles.types import Buffers, Macro
 
@@ -47,8 +48,6 @@ def state() -> Buffers:
 
 def make_code_macro(target, sizes: Sizes, p: Decode) -> Macro:
     """Macro `finish`, by all threads of a CTA whose share of the output is written."""
-    import tilelang.language as T
-
     output, smooth, column_scales, cols = p.output, p.smooth, p.column_scales, p.cols
     head_dim, dtype, cluster, threads = p.head_dim, p.dtype, p.cluster, p.threads
     _check(target, output, column_scales)

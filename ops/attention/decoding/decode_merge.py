@@ -10,6 +10,7 @@ row, all loaded at once, and the shares follow one another through shared memory
 from terrazzo.ops.attention.decoding.decode_arguments import Decode, query_at
 from terrazzo.ops.attention.device.rotation_macros import make_rotation, sum_stages
 from terrazzo.ops.attention.device.tile_macros import LOWEST, Arithmetic, each, larger, less, smaller
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.types import Buffer, Buffers, Expr, Macro
 
 BATCH = 16  # partial results that a thread loads at once, and most CTAs of a cluster
@@ -53,15 +54,11 @@ def state() -> Buffers:
 
 def _read(buffer: Buffer, *at: Expr) -> Expr:
     """A float32 that the kernel ahead may have written."""
-    import tilelang.language as T
-
     return T.reinterpret(T.call_extern("uint32", "tz_read32", T.access_ptr(buffer[at], "r", 1)), "float32")
 
 
 def _make_staging_macro(p: Decode, tile: Arithmetic) -> Macro:
     """Macro `stage_sums`: what a warp has summed up, to shared memory."""
-    import tilelang.language as T
-
     layout, D, nt, cols, slices, cluster = p.layout, p.head_dim, p.row_tiles, p.cols, p.head_dim // 16, p.cluster
     pitch, words, v_static = pitch_of(D), words_of(p), layout.v.static
     rotation = make_rotation(D, slices * nt * 4, sum_stages(D, nt)) if layout.v.rotation else None
@@ -123,8 +120,6 @@ def _make_staging_macro(p: Decode, tile: Arithmetic) -> Macro:
 
 def _make_result_macros(p: Decode) -> tuple[Macro, Macro]:
     """Macros `finish_row` (four head dimensions of the output) and `write_result` (of it, or of a partial result)."""
-    import tilelang.language as T
-
     cols, cluster, sinks = p.cols, p.cluster, p.sinks
     bf16 = "true" if p.dtype == "bfloat16" else "false"
     log2e = 1.4426950408889634
@@ -183,8 +178,6 @@ def _make_result_macros(p: Decode) -> tuple[Macro, Macro]:
 
 def _make_share_macro(p: Decode) -> Macro:
     """Macro `share_of`: which part of the output is the CTA's."""
-    import tilelang.language as T
-
     D, cluster = p.head_dim, p.cluster
 
     @T.macro
@@ -202,8 +195,6 @@ def _make_share_macro(p: Decode) -> Macro:
 
 def _make_split_macro(p: Decode, share_of: Macro, finish_row: Macro) -> Macro:
     """Macro `combine_splits`: the sum over all splits in memory, by the last of them to end."""
-    import tilelang.language as T
-
     D, cols, cluster, threads = p.head_dim, p.cols, p.cluster, p.threads
 
     @T.macro
@@ -305,8 +296,6 @@ def _make_split_macro(p: Decode, share_of: Macro, finish_row: Macro) -> Macro:
 
 def _make_cluster_macros(p: Decode, warps: int, share_of: Macro, write_result: Macro) -> tuple[Macro, Macro, Macro]:
     """Macros `expect`, `send` and `merge_cluster`: the sum over the CTAs of a cluster."""
-    import tilelang.language as T
-
     D, nt, cols, cluster, threads = p.head_dim, p.row_tiles, p.cols, p.cluster, p.threads
     most, inbox = share(D, nt, cluster), merge_words(D, nt, warps)
 
@@ -391,8 +380,6 @@ def make_merge_macros(p: Decode, tile: Arithmetic, warps: int, finish_codes: Mac
     `part_row` of OP and LP and place `part_base` there where they begin, and in a cluster `sent`, the barrier of what
     the others send, of one arrival. `merge` waits for the arrivals in `stage_sums`. s: registers of decode_codes.
     """
-    import tilelang.language as T
-
     D, threads, cols, cluster, pitch, words = (
         p.head_dim,
         p.threads,

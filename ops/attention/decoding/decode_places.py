@@ -7,6 +7,7 @@ the lengths turn out to be others, it is found again.
 from terrazzo.ops.attention.decoding.decode_ring import Ring
 from terrazzo.ops.attention.device.decode_copies import Copies
 from terrazzo.ops.attention.device.tile_macros import each, less
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.types import Macro
 from terrazzo.schedules.attention_balance import MOST_SPLITS
 
@@ -22,7 +23,6 @@ def make_place_macros(copies: Copies, ring: Ring | None, *, early_start: bool) -
 
     `w` as in decode_copies, with `places`, the number of CTAs along x. `place` is what tz_place finds.
     """
-    import tilelang.language as T
 
     @T.macro
     def find_place(LEN, place, held, x, w):

@@ -48,6 +48,7 @@ from terrazzo.ops.attention.decoding.decode_rows import (
 )
 from terrazzo.ops.attention.device.decode_copies import Copies, Stages, make_copy_macros, peek
 from terrazzo.ops.attention.device.tile_macros import Arithmetic, Tile, each, less, make_tile_macros, smaller
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.types import Buffers, Call, Expr, Macro, PrimFunc
 
 MAX_SPLITS = 128
@@ -103,8 +104,6 @@ def _state(p: Decode, tile: Tile, row_facts: Expr, t: Tensors) -> Buffers:
 
 def _make_loop_macros(f: Rows, tile: Tile, copies: Copies, rows_of: Call) -> tuple[Macro, Macro]:
     """Macros `load` and `attend` of the main loop."""
-    import tilelang.language as T
-
     p, layout, queries, fragment_words, bulk = f.of, f.of.layout, f.queries, f.fragments, copies.of.bulk
     stages, stage, sliding, mini, sink_tokens = p.stages, p.stage, p.sliding, 16 * p.tiles, p.sink_tokens
 
@@ -171,8 +170,6 @@ def build(target, **params: str | int | bool) -> PrimFunc:
     int32 [M], sums of rows of "int8", and SM f32 [Hq D]; what is not there has one element. Scalars: softmax scale *
     log2(e), cap * log2(e), window in tokens (0: none), of a ragged kernel most_new.
     """
-    import tilelang.language as T
-
     p = Decode(**params)
     _check(p, target)
     layout, nt, residual, warps, ahead, cluster = p.layout, p.row_tiles, p.residual, p.warps, p.ahead, p.cluster

@@ -9,6 +9,7 @@ from terrazzo.ops.attention.decoding.decode_arguments import Decode
 from terrazzo.ops.attention.device.calls import at_page
 from terrazzo.ops.attention.device.decode_copies import peek
 from terrazzo.ops.attention.device.tile_macros import Tile, larger, less, smaller
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.types import Macro
 
 
@@ -26,8 +27,6 @@ class Ring(NamedTuple):
 
 def make_ring_macros(p: Decode, tile: Tile, spare: Tile | None) -> Ring:
     """Those of a kernel; tile, spare: macros of packed tiles and of f16 tiles, None where no tokens are f16."""
-    import tilelang.language as T
-
     warps, residual, sink_tokens = p.warps, p.residual, p.sink_tokens
     spare_tiles = residual // 16 + 1  # one more than a block: new tokens never overwrite those of a block to be packed
 

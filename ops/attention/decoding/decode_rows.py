@@ -11,6 +11,7 @@ from terrazzo.ops.attention.decoding.decode_arguments import Decode, query_at, s
 from terrazzo.ops.attention.device.calls import load_words, store_words
 from terrazzo.ops.attention.device.rotation_macros import Rotation, make_rotation, row_stages
 from terrazzo.ops.attention.device.tile_macros import Tile, each, less, smaller
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.types import Call, Macro
 
 
@@ -82,8 +83,6 @@ class Fetching(NamedTuple):
 
 def make_fetch_macros(f: Rows, bulk: bool) -> Fetching:
     """Those of a kernel whose copies are bulk copies or not."""
-    import tilelang.language as T
-
     p, turns, in_slot, queries, rotation = f.of, f.turns, f.in_slot, f.queries, f.rotation
     D, nt, cols, warps, threads, dtype = p.head_dim, p.row_tiles, p.cols, p.warps, p.threads, p.dtype
     stages, stage, q_pitch = p.stages, p.stage, row_pitch(D)
@@ -161,8 +160,6 @@ class Fragments(NamedTuple):
 
 def make_fragment_macros(f: Rows, tile: Tile, at_row: Call) -> Fragments:
     """Those of rows that begin where `at_row` says."""
-    import tilelang.language as T
-
     layout, nt, slices = f.of.layout, f.of.row_tiles, f.of.head_dim // 16
     group, shared_rows, k_shift, k_bf16 = (
         layout.k.group,

@@ -50,6 +50,7 @@ from terrazzo.ops.attention.device.warpgroup_macros import (
     make_warpgroup_macros,
 )
 from terrazzo.ops.tiles.calls import pack2, place, unpack, wait
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.types import Buffers, Macro, PrimFunc
 
 OWN_INTEGERS = ("atom", "values", "member", "turn", "bars")
@@ -135,8 +136,6 @@ def places_of(p: Decode) -> Places:
 
 def _make_row_macros(f: Places, tile: Arithmetic) -> tuple[Macro, Macro, Macro]:
     """Macros `ends`, `ask_rows` and `place_rows`: rows of Q, from memory to shared memory."""
-    import tilelang.language as T
-
     p, layout, turns, rotation, queries, plainly = f.of, f.of.layout, f.turns, f.rotation, f.queries, f.plainly
     nt, cols, threads, chunks, residual = p.row_tiles, p.cols, p.threads, p.head_dim // 8, p.residual
     bf16, k_static = p.dtype == "bfloat16", layout.k.static
@@ -223,8 +222,6 @@ def _make_row_macros(f: Places, tile: Arithmetic) -> tuple[Macro, Macro, Macro]:
 
 def _make_spare_macros(f: Places, tile: Warpgroup, spare: Warpgroup | None, ends: Macro) -> tuple[Macro, Macro]:
     """Macros `take_ring` and `take_residual`: the tokens that lie in f16."""
-    import tilelang.language as T
-
     plain, wgs, plainly, sink_tokens = f.of.plain, f.wgs, f.plainly, f.of.sink_tokens
     spare_tiles = f.of.residual // 16 + 1  # one more than a block: new tokens never overwrite those to be packed
 
@@ -281,8 +278,6 @@ def _make_spare_macros(f: Places, tile: Warpgroup, spare: Warpgroup | None, ends
 
 def _make_sums_macro(f: Places, tile: Warpgroup) -> Macro:
     """Macro `stage_sums`: what a warpgroup has summed up, to shared memory."""
-    import tilelang.language as T
-
     p, layout, D, wgs, back, of_row = f.of, f.of.layout, f.of.head_dim, f.wgs, f.back, f.of.head_dim // 32
     nt, cols, warps, cluster, words = p.row_tiles, p.cols, p.warps, p.cluster, words_of(p)
     v_static, v_factor, v_token = layout.v.static, tile.of.v_factor, tile.of.layout.v.token_wise
@@ -346,8 +341,6 @@ def _make_sums_macro(f: Places, tile: Warpgroup) -> Macro:
 
 def _make_loop_macros(f: Places, tile: Warpgroup, copies: Copies, ends: Macro) -> tuple[Macro, Macro]:
     """Macros `load` and `attend` of the main loop."""
-    import tilelang.language as T
-
     p, layout, queries, scaled, of_q, group = f.of, f.of.layout, f.queries, f.scaled, f.of_q, f.of.layout.k.group
     stages, stage, sliding, sink_tokens = p.stages, p.stage, p.sliding, p.sink_tokens
 
@@ -397,8 +390,6 @@ def _state(tile: Warpgroup, f: Places, t: Tensors) -> Buffers:
 
 def build(target, **params: str | int | bool) -> PrimFunc:
     """The prim_func `main` for up to 8 * row_tiles rows in a CTA; arguments and shapes as of decode_program.build."""
-    import tilelang.language as T
-
     of = Decode(**params)
     _check(of, target)
     f, layout, nt, stages = places_of(of), of.layout, of.row_tiles, of.stages

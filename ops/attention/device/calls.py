@@ -5,12 +5,11 @@ and buffers are as in ops/tiles/calls.py.
 """
 
 from terrazzo.ops.tiles.calls import address
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.types import Expr, Place
 
 
 def _call(returns: str, name: str, *arguments: Expr) -> Expr:
-    import tilelang.language as T
-
     return T.call_extern(returns, f"tz_{name}", *arguments)
 
 
@@ -120,8 +119,6 @@ def max2(a: Expr, b: Expr, *, bf16: bool) -> Expr:
 
 def byte_perm(a: Expr, b: Expr, select: int) -> Expr:
     """Four of the bytes of a (0 to 3) and b (4 to 7), by the hexadecimal digits of `select`."""
-    import tilelang.language as T
-
     return T.call_extern("uint32", "__byte_perm", a, b, select)
 
 

@@ -15,20 +15,17 @@ from typing import NamedTuple
 
 from terrazzo.ops.attention.cache.layout import CacheLayout
 from terrazzo.ops.attention.device.tile_macros import each, larger, less, smaller
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.types import Buffer, Call, Expr, Macro
 
 
 def peek(buffer: Buffer, *at: Expr) -> Expr:
     """An int32 of global memory as it is now (device.py)."""
-    import tilelang.language as T
-
     return T.call_extern("int32", "tz_peek", T.access_ptr(buffer[at], "r", 1))
 
 
 def differ(a: Expr, b: Expr) -> Expr:
     """a != b as a condition that TileLang does not try to prove."""
-    import tilelang.language as T
-
     return T.call_extern("bool", "tz_differ", a, b)
 
 
@@ -106,8 +103,6 @@ class Copies(NamedTuple):
 
 def _make_plan_macros(f: Stages) -> tuple[Call, Call, Macro, Macro, Macro]:
     """`token_of`, `room`, and macros `plan`, `find_page` and `find_later`: a warp's stages, and their pages."""
-    import tilelang.language as T
-
     layout, group, mini, chunk, per_chunk = f.layout, f.group, f.mini, f.chunk, f.per_chunk
     warps, page, residual, ahead = f.warps, f.page, f.residual, f.ahead
     kept, unit = layout.kept(residual)
@@ -164,8 +159,6 @@ def _make_plan_macros(f: Stages) -> tuple[Call, Call, Macro, Macro, Macro]:
 
 def _make_stage_macros(f: Stages, token_of: Call, find_later: Macro) -> tuple[Macro, Macro, Call, Call, Call]:
     """Macros `copy` and `fetch` of a stage, and where it lies in the cache and how many words it has."""
-    import tilelang.language as T
-
     layout, group, tiles, parts, page = f.layout, f.group, f.tiles, f.parts, f.page
     stages, stage, per_chunk, bulk = f.stages, f.stage, f.per_chunk, f.bulk
     head_words, tile_words = layout.channel_words, layout.tile_words
@@ -247,8 +240,6 @@ def _make_stage_macros(f: Stages, token_of: Call, find_later: Macro) -> tuple[Ma
 
 def make_copy_macros(f: Stages) -> Copies:
     """Those of a warp's ring."""
-    import tilelang.language as T
-
     token_of, room, plan, find_page, find_later = _make_plan_macros(f)
     copy, fetch, source, skipped, words_of = _make_stage_macros(f, token_of, find_later)
     stages, stage, parts, page, residual, known = f.stages, f.stage, f.parts, f.page, f.residual, f.known

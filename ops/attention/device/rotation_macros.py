@@ -14,6 +14,7 @@ from terrazzo.ops.attention.device.calls import clamp2, fma, xor_shuffle
 from terrazzo.ops.attention.device.tile_macros import each
 from terrazzo.ops.products.kv import hadamard_scale
 from terrazzo.ops.tiles.calls import pack2, unpack
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.types import Macro
 
 Stages = tuple[tuple[str, int], ...]
@@ -57,8 +58,6 @@ class Rotation(NamedTuple):
 
 def make_rotation(head_dim: int, count: int, stages: Stages) -> Rotation:
     """Those over `count` registers."""
-    import tilelang.language as T
-
     scale = hadamard_scale(head_dim)
 
     @T.macro

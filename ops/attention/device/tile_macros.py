@@ -24,6 +24,7 @@ from terrazzo.ops.attention.device.calls import (
     xor_shuffle,
 )
 from terrazzo.ops.tiles.calls import mma, mma_kind, pack2, unpack
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.types import Buffers, Call, Expr, Macro
 
 LOWEST = -1e30
@@ -38,8 +39,6 @@ class Sizes:
     """Sizes of tensors that launches name."""
 
     def __init__(self, *names: str) -> None:
-        import tilelang.language as T
-
         for name in names:
             setattr(self, name, T.dynamic(name))
 
@@ -55,22 +54,16 @@ def each(*bounds: int) -> tuple[int, ...]:
 
 def less(a: Expr, b: Expr) -> Expr:
     """a < b as a condition that TileLang does not try to prove (device.py says why)."""
-    import tilelang.language as T
-
     return T.call_extern("bool", "tz_less", a, b)
 
 
 def smaller(a: Expr, b: Expr) -> Expr:
     """min(a, b), likewise."""
-    import tilelang.language as T
-
     return T.call_extern("int32", "tz_min", a, b)
 
 
 def larger(a: Expr, b: Expr) -> Expr:
     """max(a, b), likewise."""
-    import tilelang.language as T
-
     return T.call_extern("int32", "tz_max", a, b)
 
 
@@ -151,8 +144,6 @@ class Arithmetic:
 
 def _make_operand_macro(f: Arithmetic) -> Macro:
     """Macro `operand`: one load of a lane, of keys or of values, converted."""
-    import tilelang.language as T
-
     words = f.words
 
     @T.macro
@@ -174,8 +165,6 @@ def _make_operand_macro(f: Arithmetic) -> Macro:
 
 def _make_query_macros(f: Arithmetic) -> tuple[Macro, Macro]:
     """Macros `sum_q` and `scale_q`: the rows' sums of Q that zeros multiply, and Q times a channel group's scales."""
-    import tilelang.language as T
-
     nt, D, slices, k_kind = f.nt, f.layout.head_dim, f.layout.head_dim // 16, mma_kind(f.layout.k.operand)
     q_weight, unshifted = f.q_weight, f.unshifted
 
@@ -232,8 +221,6 @@ def _make_query_macros(f: Arithmetic) -> tuple[Macro, Macro]:
 
 def _make_key_macros(f: Arithmetic, operand: Macro) -> tuple[Macro, Macro]:
     """Macros `products` (of keys and Q) and `finish` (which makes scores of them)."""
-    import tilelang.language as T
-
     layout, nt, tiles, rows_shared, slices = f.layout, f.nt, f.tiles, f.rows_shared, f.layout.head_dim // 16
     k, group, params = layout.k, layout.k.group, layout.token_params
     k_kind, atoms, words = mma_kind(k.operand), f.atoms, f.words
@@ -325,8 +312,6 @@ def _make_key_macros(f: Arithmetic, operand: Macro) -> tuple[Macro, Macro]:
 
 def _make_softmax_macros(f: Arithmetic) -> tuple[Macro, Macro]:
     """Macros `mask` (of the scores of tokens that a row does not see) and `rescale` (to larger running maxima)."""
-    import tilelang.language as T
-
     layout, nt, tiles, slices = f.layout, f.nt, f.tiles, f.layout.head_dim // 16
     params, v_token = layout.token_params, f.layout.v.token_wise
 
@@ -392,8 +377,6 @@ def _make_softmax_macros(f: Arithmetic) -> tuple[Macro, Macro]:
 
 def _make_values_macro(f: Arithmetic, operand: Macro) -> Macro:
     """Macro `values`: O^T += V^T P^T of a tile, whose scores become weights."""
-    import tilelang.language as T
-
     layout, nt, slices, params = f.layout, f.nt, f.layout.head_dim // 16, f.layout.token_params
     v_kind, v_token, atoms, words = mma_kind(layout.v.operand), f.layout.v.token_wise, f.atoms, f.words
 
@@ -446,8 +429,6 @@ class Tile(NamedTuple):
 
 def make_tile_macros(f: Arithmetic) -> Tile:
     """Those of some arithmetic."""
-    import tilelang.language as T
-
     layout, nt, tiles, rows_shared = f.layout, f.nt, f.tiles, f.rows_shared
     slices, v_factor, operand = f.slices, f.v_factor, _make_operand_macro(f)
     (sum_q, scale_q), (products, finish) = _make_query_macros(f), _make_key_macros(f, operand)

@@ -17,6 +17,7 @@ from terrazzo.ops.attention.cache.layout import CacheLayout
 from terrazzo.ops.attention.device.calls import at32, ex2, fma, hmul2, less_mask, load_words, store_words, xor_shuffle
 from terrazzo.ops.attention.device.tile_macros import LOWEST, THRESHOLD, Arithmetic, each, less, make_tile_macros
 from terrazzo.ops.tiles.calls import mma_kind, pack2, stmatrix4_trans, unpack, wg_any, wg_sync, wgmma
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.types import Buffer, Buffers, Call, Expr, Macro
 
 TILES = 4
@@ -82,7 +83,6 @@ class Step:
 
 def _make_operand_macro() -> Macro:
     """Macro `operand`: words of a tile at an address, converted to registers."""
-    import tilelang.language as T
 
     @T.macro
     def operand(cvt, words, source, st, to, first):
@@ -101,8 +101,6 @@ def _make_operand_macro() -> Macro:
 
 def _make_product_macros(f: Step) -> tuple[Macro, Macro, Macro, Macro, Macro]:
     """Macros `keys` (a tile to A registers), `product` (with Q) and `settle`, and of Q itself `sum_q` and `scale_q`."""
-    import tilelang.language as T
-
     tile, layout, nt, step_16 = f.of, f.of.layout, f.of.nt, f.step_16
     D, n, slices, k = layout.head_dim, 8 * nt, layout.head_dim // 16, layout.k
     k_load, k_atoms = layout.k_layout.load_words, layout.k_layout.block_k // 16
@@ -176,8 +174,6 @@ def _make_product_macros(f: Step) -> tuple[Macro, Macro, Macro, Macro, Macro]:
 
 def _make_value_macros(f: Step) -> tuple[Macro, Macro, Macro, Macro, Macro]:
     """Macros `place_values`, `find_values` and `values` (of four tiles, to A registers), `weigh_values` and `flush`."""
-    import tilelang.language as T
-
     layout, nt, atoms, parts, share = f.of.layout, f.of.nt, f.atoms, f.parts, f.share
     v_load, v_atoms, p_words, step_16 = layout.v_layout.load_words, f.v_atoms, f.p_words, f.step_16
     n, v, v_kinds, clean = 8 * nt, layout.v, (mma_kind(layout.v.operand),) * 2, layout.v.plain
@@ -247,8 +243,6 @@ def _make_value_macros(f: Step) -> tuple[Macro, Macro, Macro, Macro, Macro]:
 
 def _make_softmax_macros(f: Step) -> tuple[Macro, Macro, Macro]:
     """Macros `weigh` (scores become weights in the exchange), `raise_maxima` and `totals`."""
-    import tilelang.language as T
-
     tile, nt, n, atoms, p_words, notes = f.of, f.of.nt, 8 * f.of.nt, f.atoms, f.p_words, f.notes
     v_bf16, params = tile.layout.v.bf16, tile.layout.token_params
 
@@ -379,8 +373,6 @@ class Warpgroup(NamedTuple):
 def make_warpgroup_macros(f: Arithmetic, early: bool = False) -> Warpgroup:
     """Those of 8 * nt rows; f: of one tile, for each warp. `early`: values are converted while keys are multiplied,
     where registers allow."""
-    import tilelang.language as T
-
     layout, nt, sizes = f.layout, f.nt, Step(f)
     if not supports(layout):
         raise ArgumentError(

@@ -14,6 +14,7 @@ from terrazzo.ops.attention.device.tile_macros import each, less
 from terrazzo.ops.attention.prefilling.prefill_rows import swizzled
 from terrazzo.ops.attention.prefilling.prefill_stages import STAGE
 from terrazzo.ops.tiles.calls import unpack
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
 from terrazzo.ops.tiles.types import Buffer, Buffers
 
@@ -57,8 +58,6 @@ def build(
     sequence's new tokens start; NEW int32 [pages, Hk, 64 * head_dim], of which sequence b owns the pages from
     CU[b] // 64 + b on. Grid: Hk, `most` tokens / 64, B.
     """
-    import tilelang.language as T
-
     chunks = head_dim // 8  # 16-byte pieces of a row
     ahead = min(AHEAD, STAGE * chunks // THREADS)
     NK, NV, B1 = T.dynamic("nk"), T.dynamic("nv"), T.dynamic("b1")

@@ -10,21 +10,19 @@ from terrazzo.ops.attention.device.tile_macros import each, less, smaller
 from terrazzo.ops.attention.prefilling.prefill_operands import Operands
 from terrazzo.ops.attention.prefilling.prefill_stages import STAGE, Prefill, Stream
 from terrazzo.ops.tiles.calls import bulk, fence, stmatrix4, stmatrix4_trans, syncwarp, wg_sync
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.types import Buffer, Buffers, Call, Expr, Macro
 
 
 def piece(lane: Expr, row: Expr, chunk: Expr) -> Expr:
     """Byte, in a tile of 128-byte rows as wgmma reads it, of the row that a lane stores of a 16 x 16 atom whose first
     row and 16-byte chunk are given: lanes 8i .. 8i + 7 name the rows of register i."""
-    import tilelang.language as T
-
     at = row + lane // 8 % 2 * 8 + lane % 8
     return at * 128 + T.bitwise_xor(chunk + lane // 16, at % 8) * 16
 
 
 def make_store_macro() -> Macro:
     """Macro `store_atom`."""
-    import tilelang.language as T
 
     @T.macro
     def store_atom(space, byte, a, first):
@@ -63,7 +61,6 @@ def apart(w: Buffers, fresh: bool) -> Expr:
 
 def make_buffer_macros(buffers: int) -> tuple[Call, Macro]:
     """`following`, the number of the next of the operands' buffers, and macro `advance` to it."""
-    import tilelang.language as T
 
     def following(w):
         """The next buffer of operands."""
@@ -91,8 +88,6 @@ class Bars(NamedTuple):
 
 def make_converter_macro(f: Shared, tile: Operands, spare: Operands | None, stream: Stream) -> Macro:
     """Macro `produce`: what the warpgroup of converters does; warp r has the stage's tile r."""
-    import tilelang.language as T
-
     store_atom = make_store_macro()
     p, g, plain, fresh, stages = f.of, f.of.g, f.of.g.plain, f.of.fresh, f.of.stages
     slices, wgs, ct, advance = p.slices, f.wgs, f.of.warps * 32, make_buffer_macros(p.buffers)[1]

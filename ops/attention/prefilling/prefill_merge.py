@@ -7,6 +7,7 @@ from terrazzo.ops.attention.device.calls import ex2, log2, store_words
 from terrazzo.ops.attention.device.primitives import attention_prelude
 from terrazzo.ops.attention.device.tile_macros import LOWEST, each
 from terrazzo.ops.tiles.calls import pack2
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
@@ -23,8 +24,6 @@ def build(target, *, head_dim: int, dtype: str, sinks: bool):
 
     Scalar: blocks, CTAs of THREADS threads.
     """
-    import tilelang.language as T
-
     parts, n, hq, b1, n_sinks = (T.dynamic(name) for name in ("parts", "n", "hq", "b1", "n_sinks"))
     lanes = head_dim // 4
 

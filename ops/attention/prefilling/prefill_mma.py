@@ -33,6 +33,7 @@ from terrazzo.ops.attention.prefilling.prefill_stages import (
     make_stage_macros,
 )
 from terrazzo.ops.tiles.calls import cp_async, cp_commit, cp_wait, mma, pack2, unpack
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
 from terrazzo.ops.tiles.types import Buffers, Macro, PrimFunc, scalars
 
@@ -49,8 +50,6 @@ def shared_words(g: Geometry, stages: int) -> int:
 
 def _make_row_macros(p: Prefill, tile: Operands) -> tuple[Macro, Macro, Macro]:
     """Macros `limits` and `load_q` (what the warp's rows see, and their fragments) and `finish` (their results)."""
-    import tilelang.language as T
-
     nt, cols, slices, bf16, sinks, split = p.row_tiles, 8 * p.row_tiles, p.slices, p.bf16, p.sinks, p.split
     D, k, v, result_of = p.head_dim, p.layout.k, p.layout.v, p.result_of
     rotation = make_rotation(D, D // 4, query_stages(D)) if k.rotation else None
@@ -140,8 +139,6 @@ def _make_row_macros(p: Prefill, tile: Operands) -> tuple[Macro, Macro, Macro]:
 
 def _make_step_macro(p: Prefill, tile: Operands) -> Macro:
     """Macro `step`: a tile's keys and values, converted and multiplied with the warp's rows."""
-    import tilelang.language as T
-
     nt, slices, softcap, sink_tokens = p.row_tiles, p.slices, p.softcap, p.sink_tokens
 
     @T.macro
@@ -245,8 +242,6 @@ def build(target, **params: str | int | bool) -> PrimFunc:
     base 2. Whatever a kernel does not read may have one element. Scalars: softmax scale * log2(e), cap * log2(e),
     window in tokens (0: none), row tiles of the longest sequence.
     """
-    import tilelang.language as T
-
     p = Prefill(**params)
     g, layout, plain, nt, slices, stages = p.g, p.layout, p.g.plain, p.row_tiles, p.slices, p.stages
     threads, total = p.warps * 32, shared_words(g, stages)

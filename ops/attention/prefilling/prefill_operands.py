@@ -14,6 +14,7 @@ from terrazzo.ops.attention.device.calls import at32, byte_perm, hfma2, load_wor
 from terrazzo.ops.attention.device.tile_macros import each
 from terrazzo.ops.products.kv import KVFormat
 from terrazzo.ops.tiles.calls import mma_kind, pack2
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.types import Expr, Macro
 
 
@@ -89,8 +90,6 @@ STATE = {name: (n, "uint32") for name, n in dict(w=4, t=32, kp=4, vp=4, keep=2, 
 
 def make_operand_macros(layout: CacheLayout) -> Operands:
     """Those of tiles of a layout."""
-    import tilelang.language as T
-
     k, v, params = layout.k, layout.v, layout.token_params
     k_cvt, v_cvt = exact_converter(k), exact_converter(v)
     k_atoms, k_words = layout.k_layout.block_k // 16, layout.k_layout.load_words

@@ -8,6 +8,7 @@ from terrazzo.ops.attention.device.calls import at8, load_words, store_words
 from terrazzo.ops.attention.device.rotation_macros import make_rotation, row_stages
 from terrazzo.ops.attention.device.tile_macros import each, less
 from terrazzo.ops.tiles.calls import pack2, unpack
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.types import Buffers, Call, Expr, Macro
 
 ALL = 1 << 30
@@ -16,36 +17,26 @@ ALL = 1 << 30
 
 def span(window: Expr) -> Expr:
     """The newest tokens that a row sees, itself included; window 0: all."""
-    import tilelang.language as T
-
     return T.if_then_else(window > 0, window, ALL)
 
 
 def seen_by(w: Buffers, row: Expr) -> Expr:
     """The tokens of the sequence that a row sees without a window."""
-    import tilelang.language as T
-
     return w.before[0] + T.truncdiv(row, w.group[0]) + 1
 
 
 def query_of(w: Buffers, row: Expr) -> Expr:
     """The new token, counted through all sequences, of a row of the CTA's sequence."""
-    import tilelang.language as T
-
     return w.first[0] + T.truncdiv(row, w.group[0])
 
 
 def head_of(w: Buffers, row: Expr) -> Expr:
     """The query head of a row."""
-    import tilelang.language as T
-
     return w.h * w.group[0] + T.truncmod(row, w.group[0])
 
 
 def swizzled(row: Expr, chunk: Expr) -> Expr:
     """Byte of 16-byte chunk `chunk` of row `row` in a tile of 128-byte rows, as wgmma reads it."""
-    import tilelang.language as T
-
     return row * 128 + T.bitwise_xor(chunk, row % 8) * 16
 
 
@@ -56,8 +47,6 @@ def make_q_macros(rows: int, head_dim: int, bf16: bool, k_bf16: bool, rotated: b
     columns, swizzled. bf16, k_bf16: dtypes of q and of the keys' operand. rotated: the keys are, and so are the rows,
     by way of registers st.rotated and st.turned.
     """
-    import tilelang.language as T
-
     chunks = head_dim // 8  # 16-byte pieces of a row
     rotation = make_rotation(head_dim, 8, row_stages(head_dim)) if rotated else None
 

@@ -53,6 +53,7 @@ from terrazzo.ops.tiles.calls import (
     wg_sync,
     wgmma,
 )
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
 from terrazzo.ops.tiles.types import Buffers, Call, Macro, PrimFunc, scalars
 
@@ -88,8 +89,6 @@ def shared_words(g: Geometry, wgs: int, stages: int, buffers: int) -> int:
 
 def _make_product_macros(f: Shared, tile: Operands, in_q: Call) -> tuple[Macro, Macro, Macro, Macro]:
     """Macros `limits`, `hold_q`, `scores` and `weigh`: what rows see, and their products."""
-    import tilelang.language as T
-
     D, slices, mt, held = f.of.head_dim, f.of.slices, f.of.head_dim // 64, held_slices(f.of.head_dim, f.wgs)
     stage_bytes, keys_at, values_at, nt = f.stage_bytes, f.keys_at, f.values_at, NT
 
@@ -145,8 +144,6 @@ def _make_product_macros(f: Shared, tile: Operands, in_q: Call) -> tuple[Macro, 
 
 def _make_softmax_macros(p: Prefill, tile: Operands, stream: Stream) -> tuple[Macro, Macro]:
     """Macros `softmax` and `take`: scores to weights, and weights to an operand."""
-    import tilelang.language as T
-
     D, nt, softcap, sink_tokens = p.head_dim, NT, p.softcap, p.sink_tokens
 
     def inside(w, at):
@@ -222,8 +219,6 @@ def _make_softmax_macros(p: Prefill, tile: Operands, stream: Stream) -> tuple[Ma
 
 def _make_consumer_macro(f: Shared, scores: Macro, weigh: Macro, softmax: Macro, take: Macro) -> Macro:
     """Macro `consume`: all stages of a warpgroup's rows."""
-    import tilelang.language as T
-
     D, wgs, nt, buffers = f.of.head_dim, f.wgs, NT, f.of.buffers
     following, advance = make_buffer_macros(buffers)
 
@@ -276,8 +271,6 @@ def _make_consumer_macro(f: Shared, scores: Macro, weigh: Macro, softmax: Macro,
 
 def _make_result_macro(p: Prefill, in_q: Call) -> Macro:
     """Macro `finish`: a warpgroup's results, or partial ones."""
-    import tilelang.language as T
-
     store_atom = make_store_macro()
     D, slices, mt, row_chunks, bf16 = p.head_dim, p.slices, p.head_dim // 64, p.head_dim // 8, p.bf16
     sinks, split, result_of = p.sinks, p.split, p.result_of
@@ -344,8 +337,6 @@ def build(target, **params: str | int | bool) -> PrimFunc:
     warps and 2 buffers or more; shapes as in prefill_mma.build, but NEW holds the images of new tokens
     (new_tokens_program.py).
     """
-    import tilelang.language as T
-
     p = Prefill(**params)
     g, layout, plain, D, slices, stages, buffers = p.g, p.layout, p.g.plain, p.head_dim, p.slices, p.stages, p.buffers
     warps, wgs, ct, nt = p.warps, p.warps // 4, p.warps * 32, NT  # ct: consumer threads

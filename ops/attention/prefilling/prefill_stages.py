@@ -25,6 +25,7 @@ from terrazzo.ops.attention.device.calls import at_page
 from terrazzo.ops.attention.device.tile_macros import Sizes, each, less
 from terrazzo.ops.attention.prefilling.prefill_rows import seen_by
 from terrazzo.ops.products.kv import OF_NEW_TOKENS
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.types import Buffer, Buffers, Call, Expr, Macro
 
 STAGE = 64
@@ -173,8 +174,6 @@ class Tensors(NamedTuple):
 
 def arguments(p: Prefill) -> tuple[Tensors, Sizes]:
     """The types of the tensors that both programs take, and the sizes they have."""
-    import tilelang.language as T
-
     names = ("b", "b1", "n", "hq", "hk", "pages", "page_words", "tb", "most", "slots", "rh", "res_words")
     names += ("new_pages", "nh", "new_words", "skh", "skd", "svh", "svd", "n_sinks", "parts")
     d = Sizes(*names)
@@ -227,8 +226,6 @@ def make_stage_macros(p: Prefill, d: Sizes, rows: int, move: Macro) -> Stream:
     Args:
         move: macro (ring, at, source, words, most, io) that copies `words` words, at most `most`, to ring[at].
     """
-    import tilelang.language as T
-
     g, layout, plain = p.g, p.layout, p.g.plain
     spare_tiles = g.residual // 16 + 1
     sink = layout.sink_tokens
@@ -358,8 +355,6 @@ def make_stage_macros(p: Prefill, d: Sizes, rows: int, move: Macro) -> Stream:
 
 def _make_share_macro(g: Geometry) -> Macro:
     """Macro `take_share`: of all stages that a tile of rows sees, those of one CTA of a split kernel."""
-    import tilelang.language as T
-
     sink = g.layout.sink_tokens
 
     def until(end, first, count):

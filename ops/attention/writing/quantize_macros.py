@@ -17,6 +17,7 @@ from terrazzo.ops.attention.device.calls import at32, byte_perm, load_words, max
 from terrazzo.ops.attention.device.tile_macros import each
 from terrazzo.ops.products.kv import CLIPS, KVFormat
 from terrazzo.ops.tiles.calls import unpack
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.types import Buffers, Call, Expr, Macro
 
 SUMS = len(CLIPS) + 1
@@ -172,8 +173,6 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
 
 def _f16_macros(tile: Operand) -> tuple[Macro, Macro, Macro, Macro]:
     """Which tokens are new, and tiles of f16: find_new, recall, mix, keep."""
-    import tilelang.language as T
-
     is_key, slices, classes, token_of = tile.is_key, tile.slices, tile.classes, tile.token_of
     spare = operand_layout(CacheLayout("float16", "float16", tile.head_dim).k, tile.head_dim, not is_key)
 
@@ -216,7 +215,6 @@ def _f16_macros(tile: Operand) -> tuple[Macro, Macro, Macro, Macro]:
 def _range_macros(tile: Operand) -> tuple[Macro, Macro, Macro]:
     """Least and largest values of pairs: reduce_pairs, shuffle_pairs, unpack_range."""
     bf16 = tile.bf16
-    import tilelang.language as T
 
     @T.macro
     def reduce_pairs(st, c, registers):
@@ -244,8 +242,6 @@ def _range_macros(tile: Operand) -> tuple[Macro, Macro, Macro]:
 
 def _clip_macro(tile: Operand, ranges: tuple[Macro, Macro, Macro]) -> Macro:
     """The limits of tokens whose ranges are clipped: clip_ranges."""
-    import tilelang.language as T
-
     is_key, slices, D, of_token = tile.is_key, tile.slices, tile.head_dim, tile.limits_of
     reduce_pairs, shuffle_pairs, unpack_range = ranges
 
@@ -310,8 +306,6 @@ def _clip_macro(tile: Operand, ranges: tuple[Macro, Macro, Macro]) -> Macro:
 
 def _token_macro(tile: Operand, ranges: tuple[Macro, Macro, Macro]) -> Macro:
     """The parameters of tokens: token_parameters."""
-    import tilelang.language as T
-
     layout, fmt, is_key, classes = tile.layout, tile.fmt, tile.is_key, tile.classes
     role = 0 if is_key else layout.token_params - 1  # of the pairs of parameters beside a tile
     shared, shuffles, token_of, clipped = tile.shared, tile.shuffles, tile.token_of, bool(fmt.clip)
@@ -370,8 +364,6 @@ def _token_macro(tile: Operand, ranges: tuple[Macro, Macro, Macro]) -> Macro:
 
 def _channel_macros(tile: Operand, ranges: tuple[Macro, Macro, Macro], warps: int) -> tuple[Macro, Macro]:
     """The parameters of dimensions, by all warps of a CTA: channel_parameters, channel_row."""
-    import tilelang.language as T
-
     bf16, fmt, slices, D = tile.bf16, tile.fmt, tile.slices, tile.head_dim
     reduce_pairs, shuffle_pairs, unpack_range = ranges
 
@@ -428,8 +420,6 @@ def _channel_macros(tile: Operand, ranges: tuple[Macro, Macro, Macro], warps: in
 
 def _word_macros(tile: Operand, channel_row: Macro) -> tuple[Macro, Macro, Macro, Call, Macro]:
     """Codes and words: recall_scales, recall_words, word, words_at, store."""
-    import tilelang.language as T
-
     fmt, is_key, bf16, D, start, integer = tile.fmt, tile.is_key, tile.bf16, tile.head_dim, tile.start, tile.integer
     cvt, words, atoms, slices, classes = fmt.converter, tile.words, tile.atoms, tile.slices, tile.classes
     register, class_of, field, fields = tile.register, tile.class_of, tile.field, tile.fields

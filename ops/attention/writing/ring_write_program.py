@@ -29,6 +29,7 @@ from terrazzo.ops.attention.writing.write_macros import (
     sizes,
 )
 from terrazzo.ops.attention.writing.write_program import PASS_CONFIGS
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.types import Call, Macro, scalars
 
 __all__ = ["PASS_CONFIGS", "WARPS", "build", "launches"]
@@ -65,8 +66,6 @@ class Ring(NamedTuple):
 
 def make_ring_macros(m: Writing, d: Sizes, layout: CacheLayout, page: int, residual: int, pdl: bool) -> Ring:
     """Those of a program; pdl: whether the kernel starts early, and guesses pages."""
-    import tilelang.language as T
-
     spare, kept, sink_tokens = residual_layout(layout), layout.kept(residual)[0], layout.sink_tokens
 
     def place_of(operand):
@@ -169,8 +168,6 @@ def build(
 
     Scalars: pitches of K and of V, then what `launches` says, the number of groups of `per` pairs behind the blocks.
     """
-    import tilelang.language as T
-
     layout = CacheLayout(k_format, v_format, head_dim, sink_tokens)
     warps = WARPS
     if layout.k.group or not residual or residual % 16:

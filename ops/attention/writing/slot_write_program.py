@@ -29,6 +29,7 @@ from terrazzo.ops.attention.writing.write_macros import (
     sizes,
 )
 from terrazzo.ops.attention.writing.write_program import PASS_CONFIGS
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.types import Buffers, Macro, scalars
 
 __all__ = ["PASS_CONFIGS", "WARPS", "build", "launch"]
@@ -55,7 +56,6 @@ def marked_rows(angles: str) -> NewRows:
     Args:
         angles: dtype of the positions, or "none" where tables have a row for each token.
     """
-    import tilelang.language as T
 
     def angle(t, source):
         if angles == "none":
@@ -79,7 +79,6 @@ def make_run_macros(
     Args:
         page: tokens of a page. fetch_keys: brings a run's rows of keys.
     """
-    import tilelang.language as T
 
     @T.macro
     def place(w, found, at):
@@ -161,8 +160,6 @@ def build(
     With `rotary_dim`, in front of them X, COS, SIN, QW, KW and Q as in write_program, and POS integers [tokens or more]
     (or one); behind them X's pitch, heads of a token, rows of Q, eps.
     """
-    import tilelang.language as T
-
     layout = CacheLayout(k_format, v_format, head_dim)
     if layout.k.group:
         raise ArgumentError("k_format", k_format, "must not be channel-wise", "groups of tokens take a block")

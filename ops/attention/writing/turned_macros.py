@@ -10,6 +10,7 @@ from terrazzo.ops.attention.device.tile_macros import each
 from terrazzo.ops.attention.writing.write_macros import NewRows, Rows, row_pitch
 from terrazzo.ops.tiles import heads as heads_in_lanes
 from terrazzo.ops.tiles import row_outputs
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.row_outputs import VECTOR
 from terrazzo.ops.tiles.types import Call, Macro
 
@@ -34,8 +35,6 @@ def make_turned_macros(kind: dict, new_rows: NewRows, warps: int, pdl: bool) -> 
         kind: head_dim, rotary_dim, layout, dtype, norm and numerics, as of ops/tiles/heads.py.
         new_rows: which rows of a tile are new. pdl: whether the kernel may start early.
     """
-    import tilelang.language as T
-
     heads_in_lanes.check(**kind)
     turned, norm, D = heads_in_lanes.heads(**kind), kind["norm"], kind["head_dim"]
     pitch = row_pitch(D)

@@ -12,6 +12,7 @@ from terrazzo.ops.attention.device.primitives import CLIPPING, PAIRS_OF_F16, att
 from terrazzo.ops.attention.device.rotation_macros import make_rotation, row_stages
 from terrazzo.ops.attention.device.tile_macros import Sizes, each, larger, less, smaller
 from terrazzo.ops.attention.writing.quantize_macros import Quantizing, make_quantize_macros
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.types import Buffer, Buffers, Call, Expr, Macro
 
 OF_PAIR = ("length", "row", "new", "slot", "page", "guess")
@@ -36,8 +37,6 @@ class NewRows(NamedTuple):
 
 def newest_rows() -> NewRows:
     """The tokens from number `old` on, in turn: what an append by sequences has."""
-    import tilelang.language as T
-
     return NewRows(
         fresh=lambda w, row: T.And(w.token[0] + row >= w.old[0], w.token[0] + row < w.length[0]),
         source=lambda w, row, fresh: w.row[0] + T.if_then_else(fresh, w.token[0] + row - w.old[0], 0),
@@ -97,8 +96,6 @@ class Tensors(NamedTuple):
 
 def arguments(d: Sizes, dtype: str) -> Tensors:
     """The types of the tensors that programs which store have."""
-    import tilelang.language as T
-
     return Tensors(
         K=T.Tensor((d.nk,), dtype),
         V=T.Tensor((d.nv,), dtype),
@@ -144,8 +141,6 @@ def make_write_macros(
     Args:
         d: of `sizes`. warps: tiles of a channel group. new_rows: of a tile; the newest tokens where None.
     """
-    import tilelang.language as T
-
     D, spare, spare_tiles = layout.head_dim, residual_layout(layout), residual // 16 + 1
     pitch, chunks_per_row = row_pitch(D), D // 8
     rows_bf16 = dtype == "bfloat16"

@@ -39,6 +39,7 @@ from terrazzo.ops.attention.writing.write_macros import (
     row_pitch,
     sizes,
 )
+from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
 from terrazzo.ops.tiles.types import Macro, scalars
 
@@ -74,8 +75,6 @@ def make_block_macros(
     Args:
         pdl: whether the kernel may start early, and guesses pages. fetch_keys: brings a tile's new rows of keys.
     """
-    import tilelang.language as T
-
     spare, chunk = residual_layout(layout), 16 * chunk_warps(residual)
     stats = first_of_statistics(layout, residual)
     learn, fetch, collect, find_block, spare_tile, block_of, tile_of, *_ = m
@@ -186,8 +185,6 @@ def make_store_macro(
     m: Writing, d: Sizes, layout: CacheLayout, page: int, residual: int, pdl: bool, fetch_keys: Macro
 ) -> Macro:
     """The macro that stores the blocks of a CTA; arguments as of make_block_macros."""
-    import tilelang.language as T
-
     made = make_block_macros(m, d, layout, page, residual, pdl, fetch_keys)
     D, warps = layout.head_dim, chunk_warps(residual)
     chunk, stats, B, HK = 16 * warps, first_of_statistics(layout, residual), d.b, d.hk
@@ -255,8 +252,6 @@ def build(
     `dtype`, weights of RMSNorm over heads; Q [heads of all tokens, head_dim] in `dtype`. Behind them: X's pitch, heads
     of a token, rows of Q that this launch makes, eps.
     """
-    import tilelang.language as T
-
     layout = CacheLayout(k_format, v_format, head_dim)
     D, warps = head_dim, chunk_warps(residual)
     if residual != layout.k.group:
