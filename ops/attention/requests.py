@@ -17,22 +17,10 @@ from terrazzo.schedules import attention_space, records
 
 
 def kernel_requests(
-    k_format: str,
-    v_format: str,
-    *,
-    heads: int,
-    kv_heads: int,
-    target: Target | str,
-    head_dim: int = 128,
-    q_len: int = 1,
-    dtype: str = "float16",
-    page: int = 128,
-    residual: int | None = None,
-    sink_tokens: int | None = None,
-    softcap: bool = False,
-    sinks: bool = False,
-    prefill: bool = False,
-) -> list[KernelRequest]:
+    k_format: str, v_format: str, *, heads: int, kv_heads: int, target: Target | str, head_dim: int = 128,
+    q_len: int = 1, dtype: str = "float16", page: int = 128, residual: int | None = None,
+    sink_tokens: int | None = None, softcap: bool = False, sinks: bool = False, prefill: bool = False,
+) -> list[KernelRequest]:  # fmt: skip
     """The kernels of decode, append and store for any number of sequences of any length, to compile them up front.
 
     Args:

@@ -57,14 +57,9 @@ __all__ = ["MAX_SPLITS", "PASS_CONFIGS", "build", "shared_words"]
 
 
 def shared_words(
-    layout: CacheLayout,
-    row_tiles: int,
-    warps: int,
-    tiles: int,
-    stages: int,
-    shared_rows: bool = False,
+    layout: CacheLayout, row_tiles: int, warps: int, tiles: int, stages: int, shared_rows: bool = False,
     cluster: int = 1,
-) -> int:
+) -> int:  # fmt: skip
     """int32 words of shared memory: the rings, which the merges reuse, and behind them the rows of Q if no ring has
     room for them, and their B fragments (`query_words`)."""
     merges = merge_words(layout.head_dim, row_tiles, warps) + inbox_words(layout.head_dim, row_tiles, cluster)

@@ -39,15 +39,9 @@ def image_words(head_dim: int) -> int:
 
 
 def build(
-    target,
-    *,
-    head_dim: int,
-    dtype: str,
-    k_operand: str,
-    v_operand: str,
-    k_rotated: bool = False,
+    target, *, head_dim: int, dtype: str, k_operand: str, v_operand: str, k_rotated: bool = False,
     v_rotated: bool = False,
-):
+):  # fmt: skip
     """The prim_func `main`.
 
     Args:
@@ -92,17 +86,10 @@ def build(
 
     @T.prim_func
     def main(
-        K: T.Tensor((NK,), dtype),
-        V: T.Tensor((NV,), dtype),
-        CU: T.Tensor((B1,), "int32"),
-        NEW: T.Tensor((PAGES, HK, image_words(head_dim)), "int32"),
-        k_token: T.int32,
-        k_head: T.int32,
-        v_token: T.int32,
-        v_head: T.int32,
-        stages: T.int32,
-        batch: T.int32,
-    ):
+        K: T.Tensor((NK,), dtype), V: T.Tensor((NV,), dtype), CU: T.Tensor((B1,), "int32"),
+        NEW: T.Tensor((PAGES, HK, image_words(head_dim)), "int32"), k_token: T.int32, k_head: T.int32, v_token: T.int32,
+        v_head: T.int32, stages: T.int32, batch: T.int32,
+    ):  # fmt: skip
         with T.Kernel(HK, stages, batch, threads=THREADS, prelude=source) as (h, y, b):
             tx = T.get_thread_binding()
             held = T.alloc_local((ahead * 4,), "uint32")

@@ -29,14 +29,10 @@ def build(target, *, head_dim: int, dtype: str, sinks: bool):
 
     @T.prim_func
     def main(
-        OP: T.Tensor((parts, n, hq, head_dim), "float32"),
-        LP: T.Tensor((parts, n, hq), "float32"),
-        CU: T.Tensor((b1,), "int32"),
-        SINK: T.Tensor((n_sinks,), "float32"),
-        O: T.Tensor((n, hq, head_dim), dtype),
-        LSE: T.Tensor((n, hq), "float32"),
-        blocks: T.int32,
-    ):
+        OP: T.Tensor((parts, n, hq, head_dim), "float32"), LP: T.Tensor((parts, n, hq), "float32"),
+        CU: T.Tensor((b1,), "int32"), SINK: T.Tensor((n_sinks,), "float32"), O: T.Tensor((n, hq, head_dim), dtype),
+        LSE: T.Tensor((n, hq), "float32"), blocks: T.int32,
+    ):  # fmt: skip
         with T.Kernel(blocks, threads=THREADS, prelude=attention_prelude("pack")) as bx:
             tx = T.get_thread_binding()
             top, total, weight = (T.alloc_local((1,), "float32") for _ in range(3))
