@@ -86,8 +86,9 @@ class Config:
                 parts = [raw, *(raw[part] for part in ("text_config", "llm_config") if isinstance(raw.get(part), dict))]
                 found = (part.get("quantization_config") or part.get("compression_config") for part in parts)
                 raw = next(filter(None, found), None)
-            if name == "hf_quant_config.json" and isinstance(raw.get("quantization"), dict):
-                raw = {"quant_method": "modelopt", **raw["quantization"]}
+            writer = next((one.name for one in METHODS.values() if one.file == name), None)
+            if writer is not None and isinstance(raw.get("quantization"), dict):
+                raw = {"quant_method": writer, **raw["quantization"]}
             if raw and chosen is None:
                 chosen = raw
             elif isinstance(raw, dict):

@@ -151,6 +151,7 @@ class Method:
         neutral: fields that change nothing, whatever they hold.
         own: (config, name of a layer) -> fields that it states for this layer alone.
         unnamed: whether a config without a `quant_method` is such a one, of files that are older.
+        file: of a folder, whose object `quantization` is such a config without its `quant_method`.
         by_tensors: whether a layer that it excludes is quantized all the same, where its tensors are codes.
     """
 
@@ -161,6 +162,7 @@ class Method:
     aliases: tuple[str, ...] = ()
     own: Callable[[Stated, str], Stated] = lambda raw, name: {}
     unnamed: Callable[[Stated], bool] = lambda raw: False
+    file: str = ""
     by_tensors: bool = False
     known: frozenset[str] = field(init=False)
 

@@ -44,4 +44,5 @@ METHOD = Method(
     _layer,
     read="quant_method quant_algo group_size exclude_modules ignore quantized_layers",
     neutral="producer kv_cache_quant_algo kv_cache_scheme config_groups has_zero_point version",
+    file="hf_quant_config.json",
 )
