@@ -41,7 +41,7 @@ from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.mma_tiles import Tile
 from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, take
-from terrazzo.ops.tiles.types import Call, Macro, PrimFunc, Scalar, scalars
+from terrazzo.ops.tiles.types import Buffers, Call, Macro, PrimFunc, Scalar, scalars
 
 UNIT_K = 128  # k extent of one unit of work: two ring stages
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
@@ -86,16 +86,16 @@ def copy_macro(op: Operand, shape: Tile, issue_x: Macro, *, all_blocks: int, k: 
         return block if all_blocks % blocks == 0 else T.min(block, all_blocks - 1)
 
     @T.macro
-    def issue(X, W, P, Xs, Ws, Ps, c, kb, slot, params, tx):
+    def issue(io, c, kb, slot, params, tx):
         """Copies of the 64 k that start at 64 * kb; rows >= end and columns >= k of X become zero."""
-        issue_x(X, Xs, copy_x, c.tokens[0], kb, slot, tx, end(c))
+        issue_x(io.X, io.Xs, copy_x, c.tokens[0], kb, slot, tx, end(c))
         for b in T.unroll(parts):
             for e in T.unroll(-(-blocks * 128 // threads)):
                 at = e * threads + tx
                 if at < blocks * 128:
                     cp_async(
-                        Ws[slot * (blocks * block_words) + b * (blocks * BLOCK_WORDS) + at * 4],
-                        W[first(c, op.format.blocks(kp)) + kb * parts + b, block_at(c, at // 128), at % 128 * 4],
+                        io.Ws[slot * (blocks * block_words) + b * (blocks * BLOCK_WORDS) + at * 4],
+                        io.W[first(c, op.format.blocks(kp)) + kb * parts + b, block_at(c, at // 128), at % 128 * 4],
                     )
         if op.has_groups and params:
             for e in T.unroll(-(-ir * blocks * copies // threads)):
@@ -103,8 +103,8 @@ def copy_macro(op: Operand, shape: Tile, issue_x: Macro, *, all_blocks: int, k: 
                 record = 0 if group == 0 else (kb // 2 if group == 128 else kb * ir + at // (blocks * copies))
                 if at < ir * blocks * copies:
                     cp_async(
-                        Ps[slot * (ir * blocks * rec) + at * 16],
-                        P[first(c, op.records(kp)) + record, block_at(c, at // copies % blocks), at % copies * 16],
+                        io.Ps[slot * (ir * blocks * rec) + at * 16],
+                        io.P[first(c, op.records(kp)) + record, block_at(c, at // copies % blocks), at % copies * 16],
                     )
 
     return issue
@@ -218,32 +218,32 @@ def store_macro(op: Operand, shape: Tile, *, n: int, k_padded: int, bias: bool, 
     first = lambda c, count: c.expert[0] * count if experts else 0
 
     @T.macro
-    def store(Y, B, P, M, Xs, acc, o, bb, c, warp, tile, column, lane):
+    def store(io, c, end):
         """Bias, then 16 tokens at a time: transposed in registers, staged by the warp, written 16 bytes a lane."""
-        row0 = c.rows[0] * (blocks * 64) + tile * 16
-        stage = warp * (16 * pitch)
+        row0 = c.rows[0] * (blocks * 64) + io.tile * 16
+        stage = io.warp * (16 * pitch)
         if fmt.row_factors:
             for m in T.unroll(rb):
                 for e in T.unroll(2):
-                    factors.load(P, bb, e, row0 + m * 16 + e * 8 + lane // 4, first(c, op.records(k_padded)))
+                    factors.load(io.P, io.bb, e, row0 + m * 16 + e * 8 + io.lane // 4, first(c, op.records(k_padded)))
                 for i in T.unroll(pairs * 8):
-                    acc[m * pairs * 8 + i] = acc[m * pairs * 8 + i] * bb[i % 4 // 2]
+                    io.acc[m * pairs * 8 + i] = io.acc[m * pairs * 8 + i] * io.bb[i % 4 // 2]
         if bias:
             for m in T.unroll(rb):
                 for e in T.unroll(2):
-                    row = T.min(row0 + m * 16 + e * 8 + lane // 4, n - 1)
-                    bb[e] = T.cast(B[first(c, n) + row], "float32")
+                    row = T.min(row0 + m * 16 + e * 8 + io.lane // 4, n - 1)
+                    io.bb[e] = T.cast(io.B[first(c, n) + row], "float32")
                 for i in T.unroll(pairs * 8):
-                    acc[m * pairs * 8 + i] = acc[m * pairs * 8 + i] + bb[i % 4 // 2]
+                    io.acc[m * pairs * 8 + i] = io.acc[m * pairs * 8 + i] + io.bb[i % 4 // 2]
         for p in T.unroll(pairs):
             syncwarp()
             for m in T.unroll(rb):
                 for i in T.unroll(4):
                     at = (m * pairs + p) * 8 + i * 2
-                    o[0] = pack2(acc[at], acc[at + 1], bf16=bf16)
-                    stage_out(Xs, o, stage, m, i, lane)
+                    io.o[0] = pack2(io.acc[at], io.acc[at + 1], bf16=bf16)
+                    stage_out(io.Xs, io.o, stage, m, i, io.lane)
             syncwarp()
-            write(Y, Xs, stage, c.tokens[0] + column * shape.tokens + p * 16, row0, M, lane)
+            write(io.Y, io.Xs, stage, c.tokens[0] + io.column * shape.tokens + p * 16, row0, end, io.lane)
 
     return store
 
@@ -328,6 +328,10 @@ def program(op: Operand, shape: Tile, *, n: int, k: int, bias: bool, experts: in
             warp = tx // 32
             tile = warp % shape.row_warps * rb
             column = warp // shape.row_warps
+            io = Buffers(
+                X=X, W=W, P=P, B=B, Y=Y, Xs=Xs, Ws=Ws, Ps=Ps, acc=acc, bb=bb, o=o, lane=lane, warp=warp,
+                tile=tile, column=column,
+            )  # fmt: skip
             place(c, bx, offsets, M)
             k0 = bz * units // kc
             kn = (bz + 1) * units // kc - k0
@@ -337,7 +341,7 @@ def program(op: Operand, shape: Tile, *, n: int, k: int, bias: bool, experts: in
             for p in T.unroll(stages):
                 if p < kn * 2:
                     params = p == 0 if group == 0 else group != 128 or p % 2 == 0
-                    issue(X, W, P, Xs, Ws, Ps, c, k0 * 2 + p, p, params, tx)
+                    issue(io, c, k0 * 2 + p, p, params, tx)
                 cp_commit()
             for i in T.unroll(nacc):
                 acc[i] = 0.0
@@ -364,7 +368,7 @@ def program(op: Operand, shape: Tile, *, n: int, k: int, bias: bool, experts: in
                             c.slot[0] = T.if_then_else(c.slot[0] == stages - 1, 0, c.slot[0] + 1)
                             if unit * 2 + h + stages < kn * 2:
                                 issue(
-                                    X, W, P, Xs, Ws, Ps, c, (k0 + unit) * 2 + h + stages, c.free[0],
+                                    io, c, (k0 + unit) * 2 + h + stages, c.free[0],
                                     group != 0 and (group != 128 or (h + stages) % 2 == 0), tx,
                                 )  # fmt: skip
                             cp_commit()
@@ -395,9 +399,9 @@ def program(op: Operand, shape: Tile, *, n: int, k: int, bias: bool, experts: in
                 leave(WS, acc, bx, bz, tx)
                 if last_arrival(SEM[bx], kc):
                     gather(WS, acc, bx, tx)
-                    store(Y, B, P, end(c), Xs, acc, o, bb, c, warp, tile, column, lane)
+                    store(io, c, end(c))
             else:
-                store(Y, B, P, end(c), Xs, acc, o, bb, c, warp, tile, column, lane)
+                store(io, c, end(c))
 
     tensors = (
         T.Tensor((M, k), dtype),

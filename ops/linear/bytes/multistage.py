@@ -125,58 +125,61 @@ def store_macros(gemm: Gemm, shape: Tile, experts: int) -> tuple[Call, Macro]:
         )  # fmt: skip
 
     @T.macro
-    def store(Y, S, XS, RS, B, Xs, acc, held, c, warp, tile, column, lane):
+    def store(io, c):
         """16 tokens at a time: scaled, transposed in registers, staged by the warp, written 16 bytes a lane; raw sums
         as they are."""
-        row0 = c.rows[0] * (blocks * 64) + tile * 16
+        row0 = c.rows[0] * (blocks * 64) + io.tile * 16
         if zeros:
             for i in T.unroll(rb * 2):
-                row = row0 + i // 2 * 16 + i % 2 * 8 + lane // 4
-                held.w[i] = T.cast(S[first(c, 2 * of_matrix) + of_matrix + T.min(row, of_matrix - 1)], "int32")
+                row = row0 + i // 2 * 16 + i % 2 * 8 + io.lane // 4
+                io.held.w[i] = T.cast(io.S[first(c, 2 * of_matrix) + of_matrix + T.min(row, of_matrix - 1)], "int32")
         if not raw:
             for i in T.unroll(rb * 2):
-                row = row0 + i // 2 * 16 + i % 2 * 8 + lane // 4
+                row = row0 + i // 2 * 16 + i % 2 * 8 + io.lane // 4
                 if gemm.blocks:
-                    held.s[i] = 1.0  # entered the sums
+                    io.held.s[i] = 1.0  # entered the sums
                 else:
-                    held.s[i] = S[first(c, gemm.channels * of_matrix) + T.min(row, of_matrix - 1)]
+                    io.held.s[i] = io.S[first(c, gemm.channels * of_matrix) + T.min(row, of_matrix - 1)]
                 if gemm.bias:
-                    held.b[i] = B[first(c, n) + T.min(row, n - 1)]
+                    io.held.b[i] = io.B[first(c, n) + T.min(row, n - 1)]
                 else:
-                    held.b[i] = 0.0
+                    io.held.b[i] = 0.0
         for p in T.unroll(pairs):
-            token0 = c.tokens[0] + column * shape.tokens + p * 16
+            token0 = c.tokens[0] + io.column * shape.tokens + p * 16
             for i in T.unroll(4):
-                token = T.min(token0 + i // 2 * 8 + lane % 4 * 2 + i % 2, Y.shape[0] - 1)
+                token = T.min(token0 + i // 2 * 8 + io.lane % 4 * 2 + i % 2, io.Y.shape[0] - 1)
                 if gemm.blocks:
-                    held.x[i] = 1.0
+                    io.held.x[i] = 1.0
                 elif not raw:
-                    held.x[i] = XS[token]
+                    io.held.x[i] = io.XS[token]
                 if unsigned or zeros:
-                    held.r[i] = RS[token]
+                    io.held.r[i] = io.RS[token]
             syncwarp()
             for m in T.unroll(rb):
                 for i in T.unroll(8):
                     at = (m * pairs + p) * 8 + i
                     if unsigned:
-                        acc[at] = acc[at] - held.r[i // 4 * 2 + i % 2] * 128
+                        io.acc[at] = io.acc[at] - io.held.r[i // 4 * 2 + i % 2] * 128
                     if zeros:
-                        acc[at] = acc[at] - held.r[i // 4 * 2 + i % 2] * held.w[m * 2 + i % 4 // 2]
+                        io.acc[at] = io.acc[at] - io.held.r[i // 4 * 2 + i % 2] * io.held.w[m * 2 + i % 4 // 2]
                     if raw:
-                        token = token0 + i // 4 * 8 + lane % 4 * 2 + i % 2
-                        row = row0 + m * 16 + i % 4 // 2 * 8 + lane // 4
-                        if T.And(token < end(c, Y), row < n):
-                            sts32(element(4, Y, "w", token, n, row), T.reinterpret(acc[at], "uint32"))
+                        token = token0 + i // 4 * 8 + io.lane % 4 * 2 + i % 2
+                        row = row0 + m * 16 + i % 4 // 2 * 8 + io.lane // 4
+                        if T.And(token < end(c, io.Y), row < n):
+                            sts32(element(4, io.Y, "w", token, n, row), T.reinterpret(io.acc[at], "uint32"))
                     else:
-                        held.f[i % 2] = rescale(
-                            acc[at], held.s[m * 2 + i % 4 // 2], held.x[i // 4 * 2 + i % 2], held.b[m * 2 + i % 4 // 2]
+                        io.held.f[i % 2] = rescale(
+                            io.acc[at],
+                            io.held.s[m * 2 + i % 4 // 2],
+                            io.held.x[i // 4 * 2 + i % 2],
+                            io.held.b[m * 2 + i % 4 // 2],
                         )
                         if i % 2 == 1:
-                            held.o[0] = pack2(held.f[0], held.f[1], bf16=bf16)
-                            stage(Xs, held.o, warp * (16 * pitch), m, i // 2, lane)
+                            io.held.o[0] = pack2(io.held.f[0], io.held.f[1], bf16=bf16)
+                            stage(io.Xs, io.held.o, io.warp * (16 * pitch), m, i // 2, io.lane)
             if not raw:
                 syncwarp()
-                write(Y, Xs, warp * (16 * pitch), token0, row0, end(c, Y), lane)
+                write(io.Y, io.Xs, io.warp * (16 * pitch), token0, row0, end(c, io.Y), io.lane)
 
     return state, store
 
@@ -244,6 +247,9 @@ def program(gemm: Gemm, shape: Tile, experts: int) -> PrimFunc:
             warp = tx // 32
             tile = warp % shape.row_warps * rb
             column = warp // shape.row_warps
+            io = Buffers(
+                S=S, XS=XS, RS=RS, B=B, Y=Y, Xs=Xs, acc=acc, held=held, lane=lane, warp=warp, tile=tile, column=column
+            )
             place(c, bx, offsets, M)
             k0 = bz * units // kc
             kn = (bz + 1) * units // kc - k0
@@ -313,9 +319,9 @@ def program(gemm: Gemm, shape: Tile, experts: int) -> PrimFunc:
                 leave(WS, acc, bx, bz, tx)
                 if last_arrival(SEM[bx], kc):
                     gather(WS, acc, bx, tx)
-                    store(Y, S, XS, RS, B, Xs, acc, held, c, warp, tile, column, lane)
+                    store(io, c)
             else:
-                store(Y, S, XS, RS, B, Xs, acc, held, c, warp, tile, column, lane)
+                store(io, c)
 
     tensors = (
         T.Tensor((M, k), "int8"),
