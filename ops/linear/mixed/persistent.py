@@ -74,19 +74,19 @@ def copy_macro(gemm: Gemm, shape: Tile) -> Macro:
                 )
 
     @T.macro
-    def issue(X4, X8, W, XS, Xs, Ws, Fs, c, unit, slot, tx):
+    def issue(io, c, unit, slot, tx):
         """Copies of a block."""
         if blocks8 == 0:
-            issue_x(X4, Xs, c, unit, 64, slot, tx)
+            issue_x(io.X4, io.Xs, c, unit, 64, slot, tx)
         elif blocks4 == 0:
-            issue_x(X8, Xs, c, unit, 128, slot, tx)
+            issue_x(io.X8, io.Xs, c, unit, 128, slot, tx)
         elif unit < blocks4:
-            issue_x(X4, Xs, c, unit, 64, slot, tx)
+            issue_x(io.X4, io.Xs, c, unit, 64, slot, tx)
         else:
-            issue_x(X8, Xs, c, unit - blocks4, 128, slot, tx)
+            issue_x(io.X8, io.Xs, c, unit - blocks4, 128, slot, tx)
         if tx * 4 < bm:
-            cp_async(Fs[slot * f_pitch + tx * 4], XS[unit, T.min(c.tokens[0] + tx * 4, XS.shape[1] - 4)])
-        issue_units(W, Ws, c, unit, slot, tx)
+            cp_async(io.Fs[slot * f_pitch + tx * 4], io.XS[unit, T.min(c.tokens[0] + tx * 4, io.XS.shape[1] - 4)])
+        issue_units(io.W, io.Ws, c, unit, slot, tx)
 
     return issue
 
@@ -94,120 +94,115 @@ def copy_macro(gemm: Gemm, shape: Tile) -> Macro:
 def block_macro(gemm: Gemm, shape: Tile, load_x: Macro, convert: Macro) -> Macro:
     """Macro `multiply`: the products of a block, of either kind."""
     rb, pairs, blocks = shape.row_blocks, shape.pairs, shape.blocks
+    unit_of = lambda slot, row_tile: slot * (blocks * UNIT_WORDS) + row_tile // 4 * UNIT_WORDS
 
     @T.macro
-    def multiply4(Xs, Ws, w, x, part, slot, tile, column, lane):
+    def multiply4(io, slot):
         """An INT4 block: two k64."""
         for j in T.unroll(2):
             for m in T.unroll(rb):
-                at = slot * (blocks * UNIT_WORDS) + (tile + m) * TILE4_WORDS + j * 128
-                lds128(w[m * 4], Ws[at + lane * 4])
+                at = slot * (blocks * UNIT_WORDS) + (io.tile + m) * TILE4_WORDS + j * 128
+                lds128(io.w[m * 4], io.Ws[at + io.lane * 4])
             for p in T.unroll(pairs):
-                load_x(Xs, x, slot, j, p, column, lane)
+                load_x(io.Xs, io.x, slot, j, p, io.column, io.lane)
                 for m in T.unroll(rb):
                     for e in T.unroll(2):
                         call(
-                            "mma_s4", T.access_ptr(part[((m * pairs + p) * 2 + e) * 4], "rw", 4),
-                            T.access_ptr(w[m * 4], "r", 4), T.access_ptr(x[p * 4 + e * 2], "r", 2),
+                            "mma_s4", T.access_ptr(io.part[((m * pairs + p) * 2 + e) * 4], "rw", 4),
+                            T.access_ptr(io.w[m * 4], "r", 4), T.access_ptr(io.x[p * 4 + e * 2], "r", 2),
                         )  # fmt: skip
 
     @T.macro
-    def multiply8(Xs, Ws, w, a, codes, x, part, slot, tile, column, lane):
+    def multiply8(io, slot):
         """An INT8 block: four k32, two with every load of words."""
         for j in T.unroll(2):
             for m in T.unroll(rb):
-                at = (
-                    slot * (blocks * UNIT_WORDS) + (tile + m) // 4 * UNIT_WORDS + j * BLOCK_WORDS + (tile + m) % 4 * 128
-                )
-                lds128(w, Ws[at + lane * 4])
-                convert(w, 0, a, m * 8, codes)
+                at = unit_of(slot, io.tile + m) + j * BLOCK_WORDS + (io.tile + m) % 4 * 128
+                lds128(io.w, io.Ws[at + io.lane * 4])
+                convert(io.w, 0, io.a, m * 8, io.codes)
             for h in T.unroll(2):
                 for p in T.unroll(pairs):
-                    load_x(Xs, x, slot, j * 2 + h, p, column, lane)
+                    load_x(io.Xs, io.x, slot, j * 2 + h, p, io.column, io.lane)
                     for m in T.unroll(rb):
                         for e in T.unroll(2):
-                            mma("int8", part, ((m * pairs + p) * 2 + e) * 4, a, m * 8 + h * 4, x, p * 4 + e * 2)
+                            to = ((m * pairs + p) * 2 + e) * 4
+                            mma("int8", io.part, to, io.a, m * 8 + h * 4, io.x, p * 4 + e * 2)
 
     @T.macro
-    def multiply(Xs, Ws, w, a, codes, x, part, unit, ring, tile, column, lane):
+    def multiply(io, unit):
         """The s32 sums of block `unit`, which are zero before."""
         if gemm.blocks8 == 0:
-            multiply4(Xs, Ws, w, x, part, ring.slot[0], tile, column, lane)
+            multiply4(io, io.ring.slot[0])
         elif gemm.blocks4 == 0:
-            multiply8(Xs, Ws, w, a, codes, x, part, ring.slot[0], tile, column, lane)
+            multiply8(io, io.ring.slot[0])
         elif unit < gemm.blocks4:
-            multiply4(Xs, Ws, w, x, part, ring.slot[0], tile, column, lane)
+            multiply4(io, io.ring.slot[0])
         else:
-            multiply8(Xs, Ws, w, a, codes, x, part, ring.slot[0], tile, column, lane)
+            multiply8(io, io.ring.slot[0])
 
     return multiply
 
 
 def sum_macros(gemm: Gemm, shape: Tile) -> tuple[Macro, Macro]:
     """Macros `scale`, of a block's sums, and `store`, of a tile's."""
-    rb, pairs, blocks, pitch, f_pitch = (
-        shape.row_blocks,
-        shape.pairs,
-        shape.blocks,
-        shape.out_pitch,
-        scales_pitch(shape),
-    )
+    rb, pairs, blocks, pitch = shape.row_blocks, shape.pairs, shape.blocks, shape.out_pitch
     n, units, blocks4, blocks8 = gemm.n, gemm.units, gemm.blocks4, gemm.blocks8
     f_pitch, wide, bf16 = scales_pitch(shape), gemm.out_bytes == 4, gemm.out_dtype == "bfloat16"
     stage, write = mma_tiles.out_macros(shape, n=n, vec=2)
+    unit_of = lambda slot, row_tile: slot * (blocks * UNIT_WORDS) + row_tile // 4 * UNIT_WORDS
 
     @T.macro
-    def row_scales(Ws, s, at, m):
+    def row_scales(io, at, m):
         """s[2 m] and s[2 m + 1]: the scales of rows g and g + 8 of row tile m, from word `at` of the stage."""
-        problem.row_scales(s[m * 2], lds32(Ws[at]))
+        problem.row_scales(io.s[m * 2], lds32(io.Ws[at]))
 
     @T.macro
-    def scale(Ws, Fs, acc, part, f, s, unit, slot, tile, column, lane):
+    def scale(io, unit, slot):
         """The sums of a block join those of the tile."""
         for m in T.unroll(rb):
             if blocks8 < units:
                 if unit < blocks4:
-                    at4 = slot * (blocks * UNIT_WORDS) + (tile + m) * TILE4_WORDS + 256
-                    row_scales(Ws, s, at4 + lane // 4, m)
+                    at4 = slot * (blocks * UNIT_WORDS) + (io.tile + m) * TILE4_WORDS + 256
+                    row_scales(io, at4 + io.lane // 4, m)
             if blocks8:
                 if unit >= blocks4:
-                    at8 = slot * (blocks * UNIT_WORDS) + (tile + m) // 4 * UNIT_WORDS + SCALES + (tile + m) % 4 * 8
-                    row_scales(Ws, s, at8 + lane // 4, m)
+                    at8 = unit_of(slot, io.tile + m) + SCALES + (io.tile + m) % 4 * 8
+                    row_scales(io, at8 + io.lane // 4, m)
         for p in T.unroll(pairs):
             for e in T.unroll(2):
-                token = column * shape.tokens + p * 16 + e * 8 + lane % 4 * 2
-                lds64(f, Fs[slot * f_pitch + token])
+                token = io.column * shape.tokens + p * 16 + e * 8 + io.lane % 4 * 2
+                lds64(io.f, io.Fs[slot * f_pitch + token])
                 for m in T.unroll(rb):
                     for i in T.unroll(4):
                         at = (m * pairs + p) * 8 + e * 4 + i
-                        acc[at] = problem.scaled(acc[at], part[at], f[i % 2], s[m * 2 + i // 2])
+                        io.acc[at] = problem.scaled(io.acc[at], io.part[at], io.f[i % 2], io.s[m * 2 + i // 2])
 
     @T.macro
-    def store(Y, S, B, Xs, acc, held, c, warp, tile, column, lane):
+    def store(io, c):
         """16 tokens at a time, with channel scales and bias: 16-bit results transposed in registers, staged by the warp
         and written 16 bytes a lane, float32 ones as they are."""
-        row0 = c.rows[0] * (blocks * 64) + tile * 16
+        row0 = c.rows[0] * (blocks * 64) + io.tile * 16
         for p in T.unroll(pairs):
-            token0 = c.tokens[0] + column * shape.tokens + p * 16
+            token0 = c.tokens[0] + io.column * shape.tokens + p * 16
             syncwarp()
             for m in T.unroll(rb):
                 for i in T.unroll(8):
-                    row = row0 + m * 16 + i % 4 // 2 * 8 + lane // 4
-                    held.f[i % 2] = acc[(m * pairs + p) * 8 + i]
+                    row = row0 + m * 16 + i % 4 // 2 * 8 + io.lane // 4
+                    io.held.f[i % 2] = io.acc[(m * pairs + p) * 8 + i]
                     if gemm.two_level:
-                        held.f[i % 2] = held.f[i % 2] * S[T.min(row, gemm.row_blocks * 64 - 1)]
+                        io.held.f[i % 2] = io.held.f[i % 2] * io.S[T.min(row, gemm.row_blocks * 64 - 1)]
                     if gemm.bias:
-                        held.f[i % 2] = held.f[i % 2] + B[T.min(row, n - 1)]
+                        io.held.f[i % 2] = io.held.f[i % 2] + io.B[T.min(row, n - 1)]
                     if wide:
-                        token = token0 + i // 4 * 8 + lane % 4 * 2 + i % 2
-                        if T.And(token < Y.shape[0], row < n):
-                            sts32(element(4, Y, "w", token, n, row), T.reinterpret(held.f[i % 2], "uint32"))
+                        token = token0 + i // 4 * 8 + io.lane % 4 * 2 + i % 2
+                        if T.And(token < io.Y.shape[0], row < n):
+                            sts32(element(4, io.Y, "w", token, n, row), T.reinterpret(io.held.f[i % 2], "uint32"))
                     elif i % 2 == 1:
-                        held.o[0] = pack2(held.f[0], held.f[1], bf16=bf16)
-                        stage(Xs, held.o, warp * (16 * pitch), m, i // 2, lane)
+                        io.held.o[0] = pack2(io.held.f[0], io.held.f[1], bf16=bf16)
+                        stage(io.Xs, io.held.o, io.warp * (16 * pitch), m, i // 2, io.lane)
             if not wide:
                 syncwarp()
-                write(Y, Xs, warp * (16 * pitch), token0, row0, Y.shape[0], lane)
+                write(io.Y, io.Xs, io.warp * (16 * pitch), token0, row0, io.Y.shape[0], io.lane)
 
     return scale, store
 
@@ -280,12 +275,16 @@ def build(target, **params: Scalar):
             warp = tx // 32
             tile = warp % shape.row_warps * rb
             column = warp // shape.row_warps
+            io = Buffers(
+                X4=X4, X8=X8, W=W, XS=XS, S=S, B=B, Y=Y, Xs=Xs, Ws=Ws, Fs=Fs, w=w, a=a, x=x, acc=acc, part=part, f=f,
+                s=s, codes=codes, held=held, ring=ring, lane=lane, warp=warp, tile=tile, column=column,
+            )  # fmt: skip
             for it in T.serial(FIRST[cta + 1] - FIRST[cta]):
                 load(ITEMS, c, FIRST[cta] + it)
                 T.sync_threads()  # the ring and the staged output of the item before were read
                 for p in T.unroll(stages - 1):
                     if c.k0[0] + p < c.k1[0]:
-                        issue(X4, X8, W, XS, Xs, Ws, Fs, c, c.k0[0] + p, p, tx)
+                        issue(io, c, c.k0[0] + p, p, tx)
                     cp_commit()
                 for i in T.unroll(nacc):
                     acc[i] = 0.0
@@ -296,12 +295,12 @@ def build(target, **params: Scalar):
                     T.sync_threads()  # this stage is complete, and the one before was read by every warp
                     if unit + stages - 1 < c.k1[0]:
                         free = T.if_then_else(ring.slot[0] == 0, stages - 1, ring.slot[0] - 1)
-                        issue(X4, X8, W, XS, Xs, Ws, Fs, c, unit + stages - 1, free, tx)
+                        issue(io, c, unit + stages - 1, free, tx)
                     cp_commit()
                     for i in T.unroll(nacc):
                         part[i] = 0
-                    multiply(Xs, Ws, w, a, codes, x, part, unit, ring, tile, column, lane)
-                    scale(Ws, Fs, acc, part, f, s, unit, ring.slot[0], tile, column, lane)
+                    multiply(io, unit)
+                    scale(io, unit, ring.slot[0])
                     ring.slot[0] = T.if_then_else(ring.slot[0] == stages - 1, 0, ring.slot[0] + 1)
                 if c.k0[0] > 0:
                     leave(WS, SEM, acc, c, tx)
@@ -309,6 +308,6 @@ def build(target, **params: Scalar):
                     if c.shares[0] > 0:
                         gather(WS, SEM, acc, c, tx)
                     T.sync_threads()  # the staged output shares memory with X
-                    store(Y, S, B, Xs, acc, held, c, warp, tile, column, lane)
+                    store(io, c)
 
     return main
