@@ -10,6 +10,8 @@ its place. Or gate and up are read, and act(gate) * up, rounded, is the row. Wha
 ops/norm and ops/activation round, so that codes and scales are those of their output.
 """
 
+from dataclasses import dataclass
+
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import gates
 from terrazzo.ops.linear.mixed.scales import GRANULARITIES, LARGEST_FACTOR, TINY, UNIFORM, UNITS
@@ -17,7 +19,7 @@ from terrazzo.ops.tiles import row_outputs
 from terrazzo.ops.tiles.calls import call
 from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.primitives import prelude
-from terrazzo.ops.tiles.types import Expr, Macro
+from terrazzo.ops.tiles.types import Expr, Macro, Scalar
 
 PASS_CONFIGS = (  # the barriers are the program's own
     ("tl.disable_thread_storage_sync", True),
@@ -115,24 +117,71 @@ def shared_bytes(k: int, warps: int) -> int:
     return -(-k // BLOCK) * BLOCK * 2 + (warps + -(-k // BLOCK)) * 4 + 1024
 
 
-def emit_macro(
-    *,
-    blocks4: int,
-    width4: int,
-    width8: int,
-    granularity: str,
-    gain: bool,
-    wide: bool,
-    warps: int,
-    rows: Expr,
-    pitch: Expr,
-) -> Macro:
-    """Macro `emit`: what a warp writes of a block.
+@dataclass(frozen=True)
+class Quantizer:
+    """Parameters of `build`.
 
-    Args:
-        blocks4: INT4 blocks, the first ones. width4, width8: bytes of a row of each plane, 0 without one.
-        rows, pitch: expressions of M and of a row of the scales. Others: of `build`.
+    Raises:
+        ArgumentError: a value outside of what it says.
     """
+
+    k: int
+    blocks8: int
+    dtype: str
+    permuted: bool
+    gain: bool
+    granularity: str
+    wide: bool
+    warps: int
+    front: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float16", "bfloat16"):
+            raise ArgumentError("dtype", self.dtype, "must be float16 or bfloat16", "cast the activations")
+        if self.granularity not in GRANULARITIES:
+            raise ArgumentError("granularity", self.granularity, f"must be one of {GRANULARITIES}", "use 'block'")
+        if not 0 <= self.blocks8 <= self.blocks:
+            raise ArgumentError("blocks8", self.blocks8, f"must be 0..{self.blocks}", "use the weight's")
+        if self.front not in FRONTS or (self.front != "none" and self.k % VECTOR):
+            raise ArgumentError(
+                "front", self.front, f"must be one of {FRONTS}, with rows of a multiple of 8", "use none"
+            )
+        if not 1 <= self.warps <= 32:
+            raise ArgumentError("warps", self.warps, "must be 1..32", "choose() them")
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.k // BLOCK)
+
+    @property
+    def blocks4(self) -> int:
+        """INT4 blocks, the first ones."""
+        return self.blocks - self.blocks8
+
+    @property
+    def padded(self) -> int:
+        """Columns of the blocks."""
+        return self.blocks * BLOCK
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Bytes of a row of each plane, 0 without one."""
+        return (0, self.padded) if self.wide else (self.blocks4 * BLOCK // 2, self.blocks8 * BLOCK)
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def flags(self) -> tuple[str, str]:
+        """Of primitives: whether values are bfloat16, and whether squares join the sum."""
+        return str(self.dtype == "bfloat16").lower(), str(self.gain).lower()
+
+
+def emit_macro(q: Quantizer, rows: Expr, pitch: Expr) -> Macro:
+    """Macro `emit`: what a warp writes of a block. rows, pitch: M, and the extent of a row of the scales."""
+    granularity, gain, wide, warps = q.granularity, q.gain, q.wide, q.warps
+    blocks4, (width4, width8) = q.blocks4, q.widths
     static, two_level = granularity == "static", granularity == "two_level"
     clamp, times = (str(flag).lower() for flag in (static, two_level and wide))
 
@@ -190,8 +239,9 @@ def emit_macro(
     return emit
 
 
-def stage_macro(*, columns: int, padded: int, threads: int, bf16: str, norm: str) -> Macro:
-    """Macro `stage`: a row of x comes to shared memory, and its squares join the sum; arguments as of `front_macro`."""
+def stage_macro(q: Quantizer) -> Macro:
+    """Macro `stage`: a row of x comes to shared memory, and its squares join the sum."""
+    columns, padded, threads, (bf16, norm) = -(-q.k // VECTOR) * VECTOR, q.padded, q.threads, q.flags
 
     @T.macro
     def stage(X, R, Rs, x, total, row, tx):
@@ -210,17 +260,13 @@ def stage_macro(*, columns: int, padded: int, threads: int, bf16: str, norm: str
     return stage
 
 
-def front_macro(*, front: str, k: int, padded: int, threads: int, dtype: str, norm: str) -> Macro:
-    """Macro `stage` of rows that are made of two: they come to shared memory as the quantizer wants them.
-
-    Args:
-        front: of FRONTS. norm: "true" where squares join the sum. Others: of `build`.
-    """
-    bf16, halves = str(dtype == "bfloat16").lower(), front != "residual"
+def front_macro(q: Quantizer) -> Macro:
+    """Macro `stage` of rows that are made of two: they come to shared memory as the quantizer wants them."""
+    k, padded, threads, halves, (bf16, norm) = q.k, q.padded, q.threads, q.front != "residual", q.flags
     vectors = -(-padded // (threads * VECTOR))  # of a thread
     together = min(vectors, MOST_STAGED)
     if halves:
-        flags = (dtype == "bfloat16", gates.ACTIVATIONS.index(front), False, False, False)
+        flags = (q.dtype == "bfloat16", gates.ACTIVATIONS.index(q.front), False, False, False)
         gated = f"tz_gated8<{', '.join(str(flag).lower() for flag in flags)}>"
 
     @T.macro
@@ -277,12 +323,11 @@ def front_macro(*, front: str, k: int, padded: int, threads: int, dtype: str, no
     return stage
 
 
-def gather_macros(
-    *, permuted: bool, gain: bool, ahead: bool, bf16: str, padded: int, warps: int
-) -> tuple[Macro, Macro]:
+def gather_macros(q: Quantizer, ahead: bool) -> tuple[Macro, Macro]:
     """Macros `load_lists` and `gather`: the four values of a block that each thread takes in a turn, times their gains.
     `ahead`: order and gains of all turns are loaded before."""
-    flags = ", ".join((bf16, str(permuted).lower(), str(gain).lower()))
+    permuted, gain, padded, warps = q.permuted, q.gain, q.padded, q.warps
+    flags = ", ".join((q.flags[0], str(permuted).lower(), str(gain).lower()))
 
     @T.macro
     def load_lists(P, G, order, gains, turn, slot, tx):
@@ -308,19 +353,7 @@ def gather_macros(
     return load_lists, gather
 
 
-def build(
-    target,
-    *,
-    k: int,
-    blocks8: int,
-    dtype: str,
-    permuted: bool,
-    gain: bool,
-    granularity: str,
-    wide: bool,
-    warps: int,
-    front: str = "none",
-):
+def build(target, **params: Scalar):
     """The prim_func `main(X, P, G, S, Q4, Q8, XS, eps)`; with front "residual" `main(X, R, P, ...)`.
 
     Shapes: X [M, k8] in `dtype` ("float16" or "bfloat16"), k8 = k rounded up to 8, zeros from k on; P int32 [Kp], -1
@@ -330,22 +363,10 @@ def build(
     blocks (one element where there is none); XS f32 [Kp/128, MP], MP = M rounded up to 4; eps f32, RMSNorm's.
     `front`, of FRONTS, wants k a multiple of 8: R [M, k] in `dtype` becomes round(R + X), or X is [M, 2 k].
     """
-    blocks = -(-k // BLOCK)
-    if dtype not in ("float16", "bfloat16"):
-        raise ArgumentError("dtype", dtype, "must be float16 or bfloat16", "cast the activations")
-    if granularity not in GRANULARITIES:
-        raise ArgumentError("granularity", granularity, f"must be one of {GRANULARITIES}", "use 'block'")
-    if not 0 <= blocks8 <= blocks:
-        raise ArgumentError("blocks8", blocks8, f"must be 0..{blocks}", "use the weight's")
-    if front not in FRONTS or (front != "none" and k % VECTOR):
-        raise ArgumentError("front", front, f"must be one of {FRONTS}, with rows of a multiple of 8", "use none")
-    if not 1 <= warps <= 32:
-        raise ArgumentError("warps", warps, "must be 1..32", "choose() them")
-    columns, padded = -(-k // VECTOR) * VECTOR, blocks * BLOCK
-    blocks4, threads = blocks - blocks8, 32 * warps
-    width4 = 0 if wide else blocks4 * BLOCK // 2
-    width8 = padded if wide else blocks8 * BLOCK
-    bf16, norm = (str(flag).lower() for flag in (dtype == "bfloat16", gain))
+    q = Quantizer(**params)
+    k, dtype, permuted, gain, warps, front = q.k, q.dtype, q.permuted, q.gain, q.warps, q.front
+    blocks, blocks4, padded, threads, granularity = q.blocks, q.blocks4, q.padded, q.threads, q.granularity
+    columns, (width4, width8) = -(-k // VECTOR) * VECTOR, q.widths
     static, uniform = granularity == "static", granularity in UNIFORM
     pdl = target.supports("pdl")
     turns = -(-blocks // warps)  # blocks of a warp
@@ -355,19 +376,11 @@ def build(
     halves = front not in ("none", "residual")
     own = {"none": (), "residual": (row_outputs.SOURCE, row_outputs.ADD_SOURCE)}
     source = prelude("pack", "rows", extra=(*own.get(front, (row_outputs.SOURCE, gates.SOURCE)), SOURCE))
-    common = dict(padded=padded, threads=threads, norm=norm)
-    if front == "none":
-        stage = stage_macro(columns=columns, bf16=bf16, **common)
-    else:
-        stage = front_macro(front=front, k=k, dtype=dtype, **common)
+    stage = stage_macro(q) if front == "none" else front_macro(q)
     M, MP = T.dynamic("m"), T.dynamic("mp")
 
-    lists_of = dict(permuted=permuted, gain=gain, ahead=ahead)
-    load_lists, gather = gather_macros(**lists_of, bf16=bf16, padded=padded, warps=warps)
-    emit = emit_macro(
-        blocks4=blocks4, width4=width4, width8=width8, granularity=granularity, gain=gain, wide=wide, warps=warps,
-        rows=M, pitch=MP,
-    )  # fmt: skip
+    load_lists, gather = gather_macros(q, ahead)
+    emit = emit_macro(q, M, MP)
 
     @T.macro
     def quantize(X, R, P, G, S, Q4, Q8, XS, eps, row):

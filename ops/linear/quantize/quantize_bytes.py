@@ -10,6 +10,8 @@ from terrazzo.ops.tiles.calls import call
 from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.row_outputs import BLOCK, VECTOR
+from terrazzo.ops.tiles.types import Scalar
+from terrazzo.schedules.rows import Rows
 
 PASS_CONFIGS = (  # barriers are inside the primitives
     ("tl.disable_thread_storage_sync", True),
@@ -47,10 +49,7 @@ __device__ __forceinline__ float tz_power_above(float v) {
 """Why not TileLang: maxima that keep NaN, and conversions to packed bytes."""
 
 
-def build(
-    target, *, k: int, dtype: str, gain: bool, form: str, warps: int, rows: int, vectors: int, resident: int,
-    ahead: int = 0, later: int = 0, parts: int = 1,
-):  # fmt: skip
+def build(target, *, k: int, dtype: str, gain: bool, form: str, **params: Scalar):
     """The prim_func `main(X, G, Q, XS, ZS, scale, inverse, zero)`.
 
     Shapes: X [M, k] in `dtype`, k a multiple of 8; G f32 [k] (one element without a gain); Q int8 [M, K], K = k rounded
@@ -62,6 +61,8 @@ def build(
     "e4m3_block128": a scale for each 128 columns of a token. "e4m3_block128_ue8m0": the same, rounded up to a power of
     two before codes are made. `ahead` and `later` are not used, `parts` is 1.
     """
+    tile = Rows(**params)
+    warps, rows, vectors, parts = tile.warps, tile.rows, tile.vectors, tile.parts
     if form not in FORMS:
         raise ArgumentError("form", form, f"must be one of {FORMS}", "use the quantizer of tokens for others")
     block, powers, integer = "_block128" in form, form.endswith("_ue8m0"), form.startswith("int8")
@@ -72,7 +73,7 @@ def build(
     largest, tiny = row_outputs.FORMS["int8" if integer else "e4m3"]
     threads, lanes = 32 * warps * rows, 32 * warps
     bf16 = str(dtype == "bfloat16").lower()
-    blocks = max(1, resident // threads)
+    blocks = max(1, tile.resident // threads)
     source = prelude(*row_outputs.primitives(output, False), extra=(row_outputs.SOURCE, SOURCE))
     pdl = target.supports("pdl")
     M, MP = T.dynamic("m"), T.dynamic("mp")
