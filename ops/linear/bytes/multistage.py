@@ -184,6 +184,15 @@ def store_macros(gemm: Gemm, shape: Tile, experts: int) -> tuple[Call, Macro]:
     return state, store
 
 
+def source_of(gemm: Gemm, experts: int) -> str:
+    """The primitives that a program needs."""
+    used = ("cp_async", "lds", "ldmatrix", "pack", "semaphore", "int8", *(["e4m3"] if gemm.float_sums else []))
+    found = [gemm.converter.device_source] if gemm.converts else []
+    found += [mma_tiles.EXPERTS_SOURCE] if experts else []
+    found += [direct_warps.SOURCE] if not gemm.converts and gemm.float_sums else []
+    return prelude(*used, extra=(mma_tiles.SOURCE, *found))
+
+
 def program(gemm: Gemm, shape: Tile, experts: int) -> PrimFunc:
     """The prim_func of `build` for legal values."""
     n, k, rb, threads, converts = gemm.n, gemm.k, shape.row_blocks, shape.threads, gemm.converts
@@ -198,10 +207,7 @@ def program(gemm: Gemm, shape: Tile, experts: int) -> PrimFunc:
     issue_x, load_x = mma_tiles.x_macros(shape, k=k, stage_k=UNIT_K)
     issue_units = mma_tiles.unit_macro(shape, row_blocks=all_blocks, unit_words=unit_words)
     leave, gather = mma_tiles.partial_macros(shape, sum_type)
-    used = ("cp_async", "lds", "ldmatrix", "pack", "semaphore", "int8", *(["e4m3"] if gemm.float_sums else []))
-    found = [mma_tiles.EXPERTS_SOURCE] if experts else []
-    found += [direct_warps.SOURCE] if not converts and gemm.float_sums else []
-    source = prelude(*used, extra=(mma_tiles.SOURCE, *([gemm.converter.device_source] if converts else []), *found))
+    source = source_of(gemm, experts)
     M, TILES, matrices = T.dynamic("m"), T.dynamic("tiles"), max(experts, 1)
     token_blocks, end = token_blocks_of(M), lambda c: c.end[0] if experts else M
 
