@@ -158,13 +158,14 @@ def run(
 
     x, smooth, offsets, _, _, alpha, limit, quant, _, column_scales, _ = call
     try:
-        if not new and (torch.compiler.is_compiling() or not x.is_cuda or x.requires_grad):
+        grad = x.requires_grad
+        if not new and (type(x) is not torch.Tensor or not x.is_cuda or grad or torch.compiler.is_compiling()):
             return None
         shape, index = x.shape, x.get_device()
         k = shape[-1] // 2
         m = x.numel() // shape[-1]
         key = (
-            Call, type(x), x.dtype, x.layout, index, rows.bucket(launching.detect(index), m), len(shape), shape[-1],
+            Call, x.dtype, x.layout, index, rows.bucket(launching.detect(index), m), len(shape), shape[-1],
             smooth is not None and row_calls.seen(smooth), offsets is not None and row_calls.seen(offsets),
             type(column_scales), *call[3:],
         )  # fmt: skip

@@ -143,13 +143,13 @@ def run(
     x, residual, weight, post, smooth, eps, post_eps, _, quant, _, also_plain, column_scales, _ = call
     try:
         grad = x.requires_grad or (residual is not None and residual.requires_grad)
-        if not new and (torch.compiler.is_compiling() or not x.is_cuda or grad):
+        if not new and (type(x) is not torch.Tensor or not x.is_cuda or grad or torch.compiler.is_compiling()):
             return None
         shape, index = x.shape, x.get_device()
         k = shape[-1]
         m = x.numel() // k
         key = (
-            Call, type(x), x.dtype, x.layout, index, rows.bucket(launching.detect(index), m), k,
+            Call, x.dtype, x.layout, index, rows.bucket(launching.detect(index), m), k,
             row_calls.seen(weight), post is not None and row_calls.seen(post),
             smooth is not None and row_calls.seen(smooth), type(column_scales), *call[5:],
             residual is not None and row_calls.seen(residual, residual.shape == shape),

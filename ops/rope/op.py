@@ -149,7 +149,8 @@ def run(call: Call, new: bool = False) -> tuple[torch.Tensor, torch.Tensor] | No
 
     qkv, cos, sin, positions, q_weight, k_weight, heads, kv_heads, head_dim, rotary_dim, *_, eps, _, _ = call
     try:
-        if not new and (torch.compiler.is_compiling() or not qkv.is_cuda or qkv.requires_grad):
+        grad = qkv.requires_grad
+        if not new and (type(qkv) is not torch.Tensor or not qkv.is_cuda or grad or torch.compiler.is_compiling()):
             return None
         m, width = qkv.shape[0], qkv.shape[1]
         key = (

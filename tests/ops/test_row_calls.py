@@ -14,6 +14,7 @@ from terrazzo.ops.activation import op as activation_op
 from terrazzo.ops.norm import op as norm_op
 from terrazzo.ops.rope import op as rope_op
 from terrazzo.ops.w4a8 import reference as w4a8_reference
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 K = 256
 HEADS = dict(heads=2, kv_heads=1, head_dim=64)
@@ -188,6 +189,18 @@ def test_calls_are_one_node_of_a_graph():
     assert all(map(torch.equal, expected, made)) and torch.equal(own[1], traced[1])
     fake = torch.export.export(_Layer(weight), (x(4, K),))
     assert "terrazzo.rms_norm" in str(fake.graph)
+
+
+def test_fake_tensors_of_a_gpu_need_none(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    monkeypatch.setattr(launching, "detect", lambda index: pytest.fail("asks for the GPU"))
+    with FakeTensorMode():
+        h, table = torch.empty(4, K, dtype=torch.float16), torch.empty(4, 32)
+        found = (
+            norm.fused_add_rms_norm(h, torch.empty_like(h), h[0]), activation.act_and_mul(h),
+            *rope.apply_rope(h, table, table, **HEADS),
+        )  # fmt: skip
+    assert [tuple(y.shape) for y in found] == [(4, K), (4, K // 2), (4, 2, 64), (4, 1, 64)]
 
 
 class _Layer(torch.nn.Module):
