@@ -61,7 +61,7 @@ def gemm(x: Activations, w: Packed, out_dtype: torch.dtype | None = None) -> tor
 
 def quantize(
     x: torch.Tensor,
-    w: GroupedWeight,
+    w: Packed | GroupedWeight,
     rms_weight: torch.Tensor | None = None,
     eps: float = 0.0,
     residual: torch.Tensor | None = None,

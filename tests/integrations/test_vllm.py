@@ -12,6 +12,7 @@ import pytest
 import torch
 from terrazzo.integrations import vllm as plugin
 from terrazzo.integrations.engines import kernels, weights
+from terrazzo.integrations.engines.engine import Engine
 from terrazzo.integrations.engines.settings import Settings
 from terrazzo.integrations.engines.weights import Stored, Wanted
 from terrazzo.integrations.vllm.names import CHECKER
@@ -444,6 +445,29 @@ def test_without_a_compiler_only_what_is_compiled_is_taken(engine, linear, kerne
     assert "vLLM's own kernels" in caplog.text
     ready = True
     assert kernel.can_implement(config_of(64, 256, "uint4b8")) == (True, None)
+
+
+class Served(Engine):
+    """An engine on an H100 that captures steps of 4 and 8 tokens."""
+
+    settings, most_tokens, captured = lambda self: Settings(), lambda self: 16, lambda self: [4, 8]
+    target, unserved = lambda self: H100, lambda self, how: None
+
+
+def test_experts_are_launched_once_for_each_captured_size(monkeypatch):
+    monkeypatch.setattr(kernels, "is_ready", lambda request: True)
+    engine, launched, asked, waited = Served("it", logging.getLogger("terrazzo")), [], [], []
+    monkeypatch.setattr(kernels.Compiling, "wait", lambda self, requests: waited.extend(requests))
+    tensors, _ = stack("awq")
+    stored = weights.from_awq(*(tensors[name] for name in ("qweight", "scales", "qzeros")))
+    asked_for = replace(LAYER, experts=3, zero_points=True, weight="uint4")
+    grouped, gate = weights.pack_experts(stored, asked_for)[0], lambda name: asked.append(name) or []
+    for _ in range(2):
+        facts = ("float16", False, 2)
+        engine.hold_experts([grouped, grouped], Settings(), gate, launched.append, facts)
+    assert sorted(launched) == [1, 4, 8] and asked == ["w4a16"] * 4
+    wanted = kernels.requests_of_packed(grouped.stacked, "float16", False, 16, H100, 3, 2)
+    assert wanted and set(waited) == set(wanted)
 
 
 def test_strict_compiles_nothing(monkeypatch):
