@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn import glue
-from terrazzo.ops import activation, launching, w4a8, w4ax, weights
+from terrazzo.ops import activation, launching, weights
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.linear.quantize.quantize_blocks import GATES
 from terrazzo.ops.quantized import BlockQuantizedActivations
+from terrazzo.ops.w4a8 import entry as w4a8
 from terrazzo.ops.w4a8.activations import QuantizedActivations as Bytes
 from terrazzo.ops.w4a8.w8a8 import activations as w8a8_activations
 from terrazzo.ops.w4a8.w8a8 import entry as w8a8
 from terrazzo.ops.w4a8.w8a8.format import PackedWeight as W8A8
+from terrazzo.ops.w4ax import entry as w4ax
 from terrazzo.ops.w4ax.activations import QuantizedActivations as Mixed
 from terrazzo.ops.w4ax.format import PackedWeight as W4Ax
 from terrazzo.ops.weight_only import entry as weight_only
@@ -52,11 +54,7 @@ def gemm(x: Activations, w: Packed, out_dtype: torch.dtype | None = None) -> tor
     if on_kernels(x):
         return operator.gemm(x, w) if isinstance(x, torch.Tensor) else operator.gemm(x, w, out_dtype=out_dtype)
     check_activations(x, w.k)
-    call = _torch_op(operator).call
-    if operator is weight_only:
-        return call(x, w, None, "auto")
-    rest = ("auto", "auto") if operator is w4a8 else ()
-    return call(x, w, None, out_dtype, *rest)
+    return operator.CALLS.node(x, w, None, out_dtype, operator.CALLS.usual)
 
 
 def quantize(
@@ -86,7 +84,9 @@ def quantize(
         return import_module("terrazzo.ops.w4ax.torch_op").quantize(x, w, rms_weight, eps, granularity, None, residual)
     if operator is w8a8:
         x = x if rms_weight is None else glue.rms_norm(x, rms_weight, eps)
-        return w8a8.quantize_activations(x, w) if on_kernels(x) else _torch_op(w8a8).quantize(x, w)
+        if on_kernels(x):
+            return w8a8.quantize_activations(x, w)
+        return import_module("terrazzo.ops.w4a8.w8a8.torch_op").quantize(x, w)
     facts = dict(smooth=w.smooth, rms_weight=rms_weight, eps=eps)
     if on_kernels(x):
         at = "sm_80" if w.target == "sm_80" else None
@@ -104,11 +104,7 @@ def grouped_gemm(
     if on_kernels(x):
         return operator.grouped_gemm(x, w, offsets, **options)
     check_activations(x, w.k)
-    call = _torch_op(operator).call_grouped
-    if operator is weight_only:
-        return call(x, w, offsets, None, "auto")
-    rest = () if operator is w4ax else ("auto",)
-    return call(x, w, offsets, None, out_dtype, *rest)
+    return operator.CALLS.node(x, w.stacked, None, out_dtype, operator.CALLS.usual, offsets)
 
 
 def autocast(x: Activations) -> Activations:
@@ -176,10 +172,6 @@ def _operator(w: Packed) -> ModuleType:
     if isinstance(w, W8A8):
         return w8a8
     return weight_only if isinstance(w, WeightOnly) else w4ax if isinstance(w, W4Ax) else w4a8
-
-
-def _torch_op(operator: ModuleType) -> ModuleType:
-    return import_module(f"{operator.__name__.removesuffix('.entry')}.torch_op")
 
 
 def _held(x: Activations) -> torch.Tensor:

@@ -274,29 +274,6 @@ def check_traced(
         check_bias(bias, len(w), w.n, bias_dtype, held.device)
 
 
-def check_call(
-    shape: tuple[int, ...],
-    device: torch.device,
-    w: GroupedWeight,
-    expert_offsets: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    choices: Callable[[], None],
-) -> None:
-    """What a call on quantized activations is asked before x [M, K] is quantized; `choices` checks its options."""
-    check_once(w)
-    check_rows(shape, w.k)
-    launching.check_tokens(shape[0])
-    choices()
-    check_offsets(expert_offsets, len(w), device)
-    if bias is not None:
-        check_bias(bias, len(w), w.n, None, device)
-    if out is not None:
-        launching.check_out(out, (shape[0], w.n), out_dtype, device)
-        check_apart(out, expert_offsets=expert_offsets, bias=bias)
-
-
 def check_apart(out: torch.Tensor | None, **read: torch.Tensor | None) -> None:
     """Raise ArgumentError if the kernel itself writes to `out` (see `written_to`), and reads some of it."""
     if out is not None and not out.data_ptr() % 16:

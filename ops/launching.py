@@ -54,11 +54,6 @@ class Plan:
     listed: w4ax.Persistent | None = None
 
 
-def requests_of(plans: Iterable[Plan]) -> list[KernelRequest]:
-    """The distinct kernels of some plans, in order."""
-    return list(dict.fromkeys(plan.request for plan in plans))
-
-
 def tokens_of(m: int | Iterable[int] | None) -> tuple[int, ...]:
     """The numbers of tokens that a request names: one, several, or (None) one of every bucket; 0 needs no kernel.
 

@@ -6,6 +6,7 @@ A warm call is `Linear.gemm` and `Linear.run`: what an equal call has passed bef
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ class Linear(ABC):
         quantized: classes of activations that it multiplies besides 16-bit ones. plane: the codes of these. given: what
             errors call them.
         scales: the tensor of a weight that kernels read early, as they do its words.
+        usual: the choices of a caller who makes none.
     """
 
     operator: str
@@ -41,6 +43,7 @@ class Linear(ABC):
     plane = "q"
     given = ""
     scales = "channel_scales"
+    usual: Choices = "auto"
 
     def __init__(self) -> None:
         self.wide = not self.quantized  # whether kernels read 16-bit activations
@@ -62,15 +65,12 @@ class Linear(ABC):
         """Raise ArgumentError for what no kernel of a weight serves."""
 
     @abstractmethod
-    def node(self, x: Any, w: Any, bias: torch.Tensor | None, out_dtype: torch.dtype, choices: Choices) -> torch.Tensor:
-        """`gemm` as a node of a graph."""
-
-    @abstractmethod
-    def node_of_experts(
-        self, x: Any, w: GroupedWeight, offsets: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype,
-        choices: Choices,
+    def node(
+        self, x: Any, w: Any, bias: torch.Tensor | None, out_dtype: torch.dtype | None, choices: Choices,
+        offsets: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """`grouped_gemm` as a node of a graph."""
+        """`gemm` as one node of a graph (two, if x must be quantized first). offsets: of experts, whose stacked weight
+        w is. out_dtype: None takes x's dtype, or float16."""
 
     def quantize(self, x: torch.Tensor, w: Any, alone: bool) -> Any:
         """x as kernels multiply it. alone: not for experts, whose activations are kept by nobody."""
@@ -276,7 +276,7 @@ class Linear(ABC):
                 self.check_activations(x, s)
             if wide or not torch.compiler.is_compiling():
                 self._check_options(s, asked, choices, bias)
-            y = self.node_of_experts(x, w, expert_offsets, bias, asked, choices)
+            y = self.node(x, s, bias, asked, choices, expert_offsets)
             return grouped.copy_out(out, y, expert_offsets)
         return self.run_experts(x, held, w, expert_offsets, bias, out, asked, choices)
 
@@ -385,6 +385,7 @@ class Linear(ABC):
         return self.operator
 
 
+@cache
 def calls_of(room: str) -> Linear:
     """The calls of a kind: what nodes of graphs are run by, which the calls name in turn."""
     return import_module(f"terrazzo.ops.{room}.entry").CALLS

@@ -26,7 +26,7 @@ class Calls(Linear):
 
     operator = families = "w4a8"
     packed, quantized = op.WEIGHTS, (QuantizedActivations,)
-    given = ", or QuantizedActivations of w4a8"
+    given, usual = ", or QuantizedActivations of w4a8", ("auto", "auto")
 
     def facts(self, w: op.Weight) -> tuple:
         return w.n, w.k, w.group_size, w.target, w.ACTIVATIONS, w.layout
@@ -80,20 +80,12 @@ class Calls(Linear):
         return replace(x, q=x.q[part], scales=x.scales[part], row_sums=sums)
 
     def node(
-        self, x: torch.Tensor | QuantizedActivations, w: op.Weight, bias: torch.Tensor | None, out_dtype: torch.dtype,
-        choices: tuple[str, str],
+        self, x: torch.Tensor | QuantizedActivations, w: op.Weight, bias: torch.Tensor | None,
+        out_dtype: torch.dtype | None, choices: tuple[str, str], offsets: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         from terrazzo.ops.w4a8 import torch_op
 
-        return torch_op.call(x, w, bias, out_dtype, *choices)
-
-    def node_of_experts(
-        self, x: torch.Tensor | QuantizedActivations, w: GroupedWeight, offsets: torch.Tensor,
-        bias: torch.Tensor | None, out_dtype: torch.dtype, choices: tuple[str, str],
-    ) -> torch.Tensor:  # fmt: skip
-        from terrazzo.ops.w4a8 import torch_op
-
-        return torch_op.call_grouped(x, w, offsets, bias, out_dtype, choices[0])
+        return torch_op.call(x, w, bias, out_dtype, choices, offsets)
 
 
 CALLS = Calls()

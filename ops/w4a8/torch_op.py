@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from terrazzo.ops import launching
 from terrazzo.ops.call.nodes import Node
-from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.w4a8 import fp8_format, fp8_reference, mxfp4_format, reference
 from terrazzo.ops.w4a8.activations import QuantizedActivations, padded
 from terrazzo.ops.w4a8.format import PackedWeight
@@ -72,37 +71,16 @@ NODES = {"int8": _Node("w4a8", "row_sums", "dequantization"), "e4m3": _Node("w4a
 
 
 def call(
-    x: torch.Tensor | QuantizedActivations,
-    w: Weight,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    dequantization: str,
-    pipeline: str,
-) -> torch.Tensor:
-    """`gemm` as one opaque node of a graph (two, if x must be quantized first); see `terrazzo.ops.w4a8.gemm`."""
+    x: torch.Tensor | QuantizedActivations, w: Weight, bias: torch.Tensor | None, out_dtype: torch.dtype | None,
+    choices: tuple[str, str], offsets: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """A node, or two, see `Linear.node`."""
     if not isinstance(x, QuantizedActivations):
         launching.check_last(x, w.k)
         out_dtype = out_dtype or x.dtype
-        x = quantize(x, w.smooth, None, 0.0, "sm_80" if w.target == "sm_80" else None, w.ACTIVATIONS)
-    choices = (dequantization, pipeline)
-    return NODES[w.ACTIVATIONS].call(x, w, bias, out_dtype or torch.float16, choices)
-
-
-def call_grouped(
-    x: torch.Tensor | QuantizedActivations,
-    w: GroupedWeight,
-    expert_offsets: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    dequantization: str,
-) -> torch.Tensor:
-    """`grouped_gemm` as one opaque node of a graph (two, if x must be quantized first)."""
-    s = w.stacked
-    if not isinstance(x, QuantizedActivations):
-        out_dtype = out_dtype or x.dtype
-        x = quantize(x, s.smooth, None, 0.0, None, s.ACTIVATIONS)
-    choices = (dequantization, "imfp")
-    return NODES[s.ACTIVATIONS].call(x, s, bias, out_dtype or torch.float16, choices, expert_offsets)
+        at = "sm_80" if offsets is None and w.target == "sm_80" else None
+        x = quantize(x, w.smooth, None, 0.0, at, w.ACTIVATIONS)
+    return NODES[w.ACTIVATIONS].call(x, w, bias, out_dtype or torch.float16, choices, offsets)
 
 
 @torch.library.custom_op("terrazzo::w4a8_quantize", mutates_args=())

@@ -25,7 +25,7 @@ class Calls(Linear):
 
     operator = families = "w4ax"
     packed, quantized, plane = PackedWeight, (QuantizedActivations,), "q8"
-    given = ", or QuantizedActivations of w4ax"
+    given, usual = ", or QuantizedActivations of w4ax", None
 
     def facts(self, w: PackedWeight) -> tuple:
         return w.n, w.k, w.blocks8, w.layout, w.target, w.two_level
@@ -68,19 +68,11 @@ class Calls(Linear):
 
     def node(
         self, x: torch.Tensor | QuantizedActivations, w: PackedWeight, bias: torch.Tensor | None,
-        out_dtype: torch.dtype, choices: None,
+        out_dtype: torch.dtype | None, choices: None, offsets: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         from terrazzo.ops.w4ax import torch_op
 
-        return torch_op.call(x, w, bias, out_dtype)
-
-    def node_of_experts(
-        self, x: torch.Tensor | QuantizedActivations, w: GroupedWeight, offsets: torch.Tensor,
-        bias: torch.Tensor | None, out_dtype: torch.dtype, choices: None,
-    ) -> torch.Tensor:  # fmt: skip
-        from terrazzo.ops.w4ax import torch_op
-
-        return torch_op.call_grouped(x, w, offsets, bias, out_dtype)
+        return torch_op.call(x, w, bias, out_dtype, choices, offsets)
 
 
 CALLS = Calls()

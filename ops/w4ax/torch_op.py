@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from terrazzo.ops import launching
 from terrazzo.ops.call.nodes import Node
-from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.w4ax import reference
 from terrazzo.ops.w4ax.activations import QuantizedActivations, default_granularity, sizes
 from terrazzo.ops.w4ax.format import PackedWeight
@@ -68,22 +67,14 @@ NODE = _Node()
 
 def call(
     x: torch.Tensor | QuantizedActivations, w: PackedWeight, bias: torch.Tensor | None, out_dtype: torch.dtype | None,
-    offsets: torch.Tensor | None = None,
+    choices: None, offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`gemm` as one opaque node of a graph (two, if x must be quantized first); see `terrazzo.ops.w4ax.gemm`."""
+    """A node, or two, see `Linear.node`."""
     if not isinstance(x, QuantizedActivations):
         launching.check_last(x, w.k)
         out_dtype = out_dtype or x.dtype
         x = quantize(x, w, None, 0.0, default_granularity(w), None)
     return NODE.call(x, w, bias, out_dtype or torch.float16, None, offsets)
-
-
-def call_grouped(
-    x: torch.Tensor | QuantizedActivations, w: GroupedWeight, expert_offsets: torch.Tensor,
-    bias: torch.Tensor | None, out_dtype: torch.dtype | None,
-) -> torch.Tensor:  # fmt: skip
-    """`grouped_gemm` as one opaque node of a graph (two, if x must be quantized first)."""
-    return call(x, w.stacked, bias, out_dtype, expert_offsets)
 
 
 def _fields(w: PackedWeight) -> tuple:

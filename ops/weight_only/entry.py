@@ -34,19 +34,12 @@ class Calls(Linear):
         return op.facts_of(w, str(dtype)[6:], numerics, not no_bias, experts)
 
     def node(
-        self, x: torch.Tensor, w: WeightOnly, bias: torch.Tensor | None, out_dtype: torch.dtype, numerics: str
-    ) -> torch.Tensor:
-        from terrazzo.ops.weight_only import torch_op
-
-        return torch_op.call(x, w, bias, numerics)
-
-    def node_of_experts(
-        self, x: torch.Tensor, w: GroupedWeight, offsets: torch.Tensor, bias: torch.Tensor | None,
-        out_dtype: torch.dtype, numerics: str,
+        self, x: torch.Tensor, w: WeightOnly, bias: torch.Tensor | None,
+        out_dtype: torch.dtype | None, numerics: str, offsets: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         from terrazzo.ops.weight_only import torch_op
 
-        return torch_op.call_grouped(x, w, offsets, bias, numerics)
+        return torch_op.call(x, w, bias, out_dtype, numerics, offsets)
 
 
 CALLS = Calls()

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from terrazzo.ops.call.nodes import Node
-from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.products.codes import WIDE
 from terrazzo.ops.products.table import of_codes
 from terrazzo.ops.weight_only import reference
@@ -49,16 +48,10 @@ NODES = {name: _Node(name, of_codes(codes).record) for name, codes in WIDE.items
 
 
 def call(
-    x: torch.Tensor, w: WeightOnly, bias: torch.Tensor | None, numerics: str, offsets: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`gemm` as one opaque node of a graph; see `terrazzo.ops.weight_only.entry.gemm`."""
+    x: torch.Tensor, w: WeightOnly, bias: torch.Tensor | None, out_dtype: torch.dtype | None, numerics: str,
+    offsets: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """A node, see `Linear.node`; y has the dtype of x."""
     if bias is None and w.bias is not None:
         bias = w.bias.to(x.dtype)
     return NODES[w.weight].call(x, w, bias, x.dtype, numerics, offsets)
-
-
-def call_grouped(
-    x: torch.Tensor, w: GroupedWeight, expert_offsets: torch.Tensor, bias: torch.Tensor | None, numerics: str
-) -> torch.Tensor:
-    """`grouped_gemm` as one opaque node of a graph; see `terrazzo.ops.weight_only.entry.grouped_gemm`."""
-    return call(x, w.stacked, bias, numerics, expert_offsets)

@@ -131,7 +131,7 @@ W8A8 = {
 def test_w8a8_shards_hold_the_numbers_of_the_whole_and_multiply_alike(kind):
     w = w8a8.quantize(random(N, K), bias=random(1, N, 1)[0].half(), **W8A8[kind])
     x = torch.randint(-8, 9, (5, K), generator=torch.Generator().manual_seed(3)).half()
-    product = lambda x, w: torch_op.call(x, w, None, torch.float16)
+    product = lambda x, w: torch_op.call(x, w, None, torch.float16, "auto")
     assert torch.equal(torch.cat([product(x, w.shard(r, 2)) for r in range(2)], -1), product(x, w))
     for dim, world in ((0, 2), (0, 4), (1, 2), (1, 4)):
         made = [w.shard(rank, world, dim) for rank in range(world)]

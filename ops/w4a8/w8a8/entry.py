@@ -73,20 +73,12 @@ class Calls(Linear):
         return q, words, scales if block else scales.view(-1), x.scales, no_zeros if zeros is None else zeros
 
     def node(
-        self, x: torch.Tensor | Activations, w: PackedWeight, bias: torch.Tensor | None, out_dtype: torch.dtype,
-        accumulate: str,
+        self, x: torch.Tensor | Activations, w: PackedWeight, bias: torch.Tensor | None,
+        out_dtype: torch.dtype | None, accumulate: str, offsets: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         from terrazzo.ops.w4a8.w8a8 import torch_op
 
-        return torch_op.call(x, w, bias, out_dtype, accumulate)
-
-    def node_of_experts(
-        self, x: torch.Tensor | Activations, w: GroupedWeight, offsets: torch.Tensor, bias: torch.Tensor | None,
-        out_dtype: torch.dtype, accumulate: str,
-    ) -> torch.Tensor:  # fmt: skip
-        from terrazzo.ops.w4a8.w8a8 import torch_op
-
-        return torch_op.call_grouped(x, w, offsets, bias, out_dtype, accumulate)
+        return torch_op.call(x, w, bias, out_dtype, accumulate, offsets)
 
 
 CALLS = Calls()

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from terrazzo.ops import launching, quantized
 from terrazzo.ops.call.nodes import Node
-from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.quantized import BlockQuantizedActivations, QuantizedActivations
 from terrazzo.ops.w4a8.w8a8 import activations as w8_activations
 from terrazzo.ops.w4a8.w8a8 import op as w8_op
@@ -72,22 +71,14 @@ NODE = _Node()
 
 def call(
     x: torch.Tensor | Activations, w: PackedWeight, bias: torch.Tensor | None, out_dtype: torch.dtype | None,
-    accumulate: str = "auto", offsets: torch.Tensor | None = None,
+    accumulate: str, offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`gemm` as one opaque node of a graph (two, if x must be quantized first); see `terrazzo.ops.w8a8.gemm`."""
+    """A node, or two, see `Linear.node`."""
     if isinstance(x, torch.Tensor):
         out_dtype = out_dtype or x.dtype
         x = quantize(x, w)
     w8_op.check_activations(x, w)
     return NODE.call(x, w, bias, out_dtype or torch.float16, accumulate, offsets)
-
-
-def call_grouped(
-    x: torch.Tensor | Activations, w: GroupedWeight, expert_offsets: torch.Tensor, bias: torch.Tensor | None,
-    out_dtype: torch.dtype | None, accumulate: str = "auto",
-) -> torch.Tensor:  # fmt: skip
-    """`grouped_gemm` as one opaque node of a graph (two, if x must be quantized first)."""
-    return call(x, w.stacked, bias, out_dtype, accumulate, expert_offsets)
 
 
 @torch.library.custom_op("terrazzo::w8a8_quantize", mutates_args=())

@@ -68,7 +68,7 @@ def test_products_are_near_the_float_ones_and_inside_the_bound(name):
     made = activations.run(x, w)
     assert made.codes == w.codes and made.shape == (3, 7, 330)
     exact = x.double().view(21, 330) @ dense.double().T + w.bias.double()
-    y = torch_op.call(x, w, None, None)
+    y = torch_op.call(x, w, None, None, "auto")
     assert y.shape == (3, 7, 200) and y.dtype == torch.bfloat16
     error = float((y.double().view(21, 200) - exact).norm() / exact.norm())
     assert error < (0.05 if w.codes == "e4m3" else 0.02)
@@ -107,7 +107,7 @@ def test_graphs_have_one_node_for_a_product(name):
     x = torch.randn(5, 128).bfloat16()
     call = torch.compile(lambda x: w8a8.gemm(x, w), fullgraph=True, backend="eager")
     torch._dynamo.reset()
-    assert torch.equal(call(x), torch_op.call(x, w, None, None))
+    assert torch.equal(call(x), torch_op.call(x, w, None, None, "auto"))
 
 
 def test_scales_of_published_shapes():
@@ -299,11 +299,11 @@ def test_experts_are_the_products_of_each(name, tmp_path):
     x = torch.randn(19, 330, generator=torch.Generator().manual_seed(1)).bfloat16()
     bounds = [1, 6, 6, 17]
     for w in (stacked, w8a8.GroupedWeight.load(w8a8.PackedWeight, tmp_path / "experts.safetensors")):
-        y = torch_op.call_grouped(x, w, torch.tensor(bounds, dtype=torch.int32), None, None)
+        y = torch_op.call(x, w.stacked, None, None, "auto", torch.tensor(bounds, dtype=torch.int32))
         assert y.shape == (19, 200) and y.dtype == torch.bfloat16
         for e, one in enumerate(made):
             rows = torch.arange(bounds[e], bounds[e + 1])
-            assert torch.equal(y[rows], torch_op.call(x[rows], one.pack(), None, None)), e
+            assert torch.equal(y[rows], torch_op.call(x[rows], one.pack(), None, None, "auto")), e
 
 
 @pytest.mark.parametrize("name", ["int8 asymmetric", "e4m3 blocks"])
@@ -312,7 +312,7 @@ def test_graphs_have_one_node_for_all_experts(name):
     x, offsets = torch.randn(9, 330).half(), torch.tensor([0, 4, 4, 9], dtype=torch.int32)
     torch._dynamo.reset()
     call = torch.compile(lambda x: w8a8.grouped_gemm(x, stacked, offsets), fullgraph=True, backend="eager")
-    assert torch.equal(call(x), torch_op.call_grouped(x, stacked, offsets, None, None))
+    assert torch.equal(call(x), torch_op.call(x, stacked.stacked, None, None, "auto", offsets))
 
 
 def test_experts_with_scales_of_activations_of_their_own_are_refused():

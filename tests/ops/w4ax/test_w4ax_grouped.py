@@ -112,7 +112,7 @@ def test_the_reference_serves_a_cpu():
     x = torch.randn(11, 200, generator=torch.Generator().manual_seed(1)).half()
     from terrazzo.ops.w4ax import torch_op
 
-    y = torch_op.call_grouped(x, w, offsets, None, None)
+    y = torch_op.call(x, w.stacked, None, None, None, offsets)
     assert y.shape == (11, 70) and y.dtype == torch.float16 and not y[0].any() and not y[10].any()
     facts = dict(blocks8=1, permutation=made[0].permutation, granularity="two_level", wide=True)
     q, scales = reference.quantize_activations(x, **facts)
