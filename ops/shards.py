@@ -11,13 +11,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from terrazzo.lowering.errors import ArgumentError
 
 if TYPE_CHECKING:
     import torch
+    from terrazzo.ops.grouped import GroupedWeight
+    from terrazzo.ops.weight.base import Canonical, Packed
 
+Weight = TypeVar("Weight", bound="Sharded")
 Span = tuple[int, int]
 """Features from the first up to the second."""
 BY_ROW = ("codes", "scales", "factors", "zeros", "offsets", "channel_scales", "bias")
@@ -87,7 +90,7 @@ def divisors(count: int, most: int = 64) -> list[int]:
     return [world for world in range(1, min(count, most) + 1) if count % world == 0]
 
 
-def check_rank(rank: Any, world: Any) -> None:
+def check_rank(rank: object, world: object) -> None:
     """Raise ArgumentError unless these are a rank and a number of ranks."""
     if type(world) is not int or world < 1:
         raise ArgumentError("world", world, "must be an integer from 1 on", "pass the number of ranks")
@@ -143,7 +146,7 @@ class Share:
         """Of a tensor whose axis holds the features one by one."""
         return Cut(axis, spans_of(size, self.rank, self.world, (self.part(size),)))
 
-    def of(self, weight: Any) -> Any:
+    def of(self, weight: Weight) -> Weight:
         """The shard of a canonical or packed weight."""
         size = weight.n if self.dim == 0 else weight.k
         return weight.shard(self.rank, self.world, self.dim, parts=(self.part(size),))
@@ -152,7 +155,9 @@ class Share:
 class Sharded:
     """Of canonical and packed weights, and of experts: what a rank keeps."""
 
-    def shard(self, rank: int, world: int, dim: int = 0, *, parts: Sequence[Part | int] | None = None) -> Any:
+    def shard(
+        self: Weight, rank: int, world: int, dim: int = 0, *, parts: Sequence[Part | int] | None = None
+    ) -> Weight:
         """The weight [N', K] (dim 0) or [N, K'] (dim 1) that one of `world` ranks keeps, on the same device.
 
         Products of shards along N, side by side, are the whole's; those along K add up to it, x being cut alike, and
@@ -169,7 +174,7 @@ class Sharded:
         return shard(self, rank, world, dim, parts)
 
 
-def shard(weight: Any, rank: int, world: int, dim: int, parts: Sequence[Part | int] | None = None) -> Any:
+def shard(weight: Weight, rank: int, world: int, dim: int, parts: Sequence[Part | int] | None = None) -> Weight:
     """See `Sharded.shard`."""
     spans = checked_spans(weight, rank, world, dim, parts)
     if hasattr(weight, "stacked"):
@@ -182,7 +187,9 @@ def shard(weight: Any, rank: int, world: int, dim: int, parts: Sequence[Part | i
     return cuts.apply(weight, lambda name, cut: _taken(getattr(weight, name), cut))
 
 
-def checked_spans(weight: Any, rank: int, world: int, dim: int, parts: Sequence[Part | int] | None) -> tuple[Span, ...]:
+def checked_spans(
+    weight: Sharded, rank: int, world: int, dim: int, parts: Sequence[Part | int] | None
+) -> tuple[Span, ...]:
     """What a rank keeps of a weight along a dimension; errors of `Sharded.shard`."""
     if dim not in (0, 1) or isinstance(dim, bool):
         raise ArgumentError("dim", dim, "must be 0 (output features) or 1 (input features)", "pass dim=1 for o_proj")
@@ -196,7 +203,7 @@ def checked_spans(weight: Any, rank: int, world: int, dim: int, parts: Sequence[
     return spans
 
 
-def _check_columns(weight: Any, world: int, spans: Sequence[Span]) -> None:
+def _check_columns(weight: Sharded, world: int, spans: Sequence[Span]) -> None:
     for name in ORDERS:
         if getattr(weight, name, None) is not None:
             constraint = "gives the input channels an order of its own, so a rank's channels are in all groups"
@@ -210,12 +217,12 @@ def _check_columns(weight: Any, world: int, spans: Sequence[Span]) -> None:
         raise ArgumentError("world", world, constraint, remedy)
 
 
-def group_of(weight: Any) -> int:
+def group_of(weight: Sharded) -> int:
     """Input channels of a scale; W4Ax has blocks of 128, and W8A8 rows or such blocks."""
     return getattr(weight, "group_size", BLOCK_K if getattr(weight, "block", True) else weight.k)
 
 
-def _one_group(weight: Any) -> bool:
+def _one_group(weight: Sharded) -> bool:
     """Whether the format has rows of a single group, whatever K is."""
     return getattr(getattr(weight, "format", None), "one_group", False)
 
@@ -247,9 +254,9 @@ class Plan:
 
     cuts: dict[str, Cut]
     dropped: tuple[str, ...]
-    facts: dict[str, Any]
+    facts: dict[str, int]
 
-    def apply(self, weight: Any, take: Callable[[str, Cut | None], Any]) -> Any:
+    def apply(self, weight: Weight, take: Callable[[str, Cut | None], torch.Tensor]) -> Weight:
         """The shard of a weight; `take` gives a tensor by its name and cut, None for all of it."""
         import torch
 
@@ -258,7 +265,7 @@ class Plan:
         return dataclasses.replace(weight, **own, **dict.fromkeys(self.dropped), **self.facts)
 
 
-def plan(weight: Any, dim: int, spans: Sequence[Span], rank: int, lead: int = 0) -> Plan | None:
+def plan(weight: Packed, dim: int, spans: Sequence[Span], rank: int, lead: int = 0) -> Plan | None:
     """How a packed weight is cut as it is, or None where a span begins or ends inside of a block.
 
     Args:
@@ -300,9 +307,9 @@ def plan(weight: Any, dim: int, spans: Sequence[Span], rank: int, lead: int = 0)
     return Plan({name: cut for name, cut in cuts.items() if name in held}, dropped, facts)
 
 
-def _facts_of_columns(weight: Any, spans: Sequence[Span], total: int) -> dict[str, Any]:
+def _facts_of_columns(weight: Sharded, spans: Sequence[Span], total: int) -> dict[str, int]:
     """Fields of a weight of some columns."""
-    facts: dict[str, Any] = {"k": total}
+    facts = {"k": total}
     if _one_group(weight):
         facts["group_size"] = min(weight.group_size, total)
     if hasattr(weight, "blocks8"):  # INT8 blocks are the last ones
@@ -311,7 +318,7 @@ def _facts_of_columns(weight: Any, spans: Sequence[Span], total: int) -> dict[st
     return facts
 
 
-def _canonical(weight: Any, dim: int, spans: Sequence[Span], rank: int) -> Any:
+def _canonical(weight: Canonical, dim: int, spans: Sequence[Span], rank: int) -> Canonical:
     import torch
 
     held = {f.name: getattr(weight, f.name) for f in dataclasses.fields(weight)}
@@ -342,8 +349,8 @@ def _canonical(weight: Any, dim: int, spans: Sequence[Span], rank: int) -> Any:
 
 
 def _of_experts(
-    weight: Any, rank: int, world: int, dim: int, spans: Sequence[Span], parts: Sequence[Part | int] | None
-) -> Any:
+    weight: GroupedWeight, rank: int, world: int, dim: int, spans: Sequence[Span], parts: Sequence[Part | int] | None
+) -> GroupedWeight:
     one = weight.stacked
     cuts = plan(one, dim, spans, rank, lead=1)
     if cuts is None:

@@ -27,7 +27,7 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def described(value: Any) -> str | None:
+def described(value: object) -> str | None:
     """What a caller passed for a tensor, for messages: "float16 [2, 3]", or the name of another type; None of None."""
     import torch
 
@@ -36,7 +36,7 @@ def described(value: Any) -> str | None:
     return None if value is None else type(value).__name__
 
 
-def kind(value: Any) -> str:
+def kind(value: object) -> str:
     """What a caller passed, for messages: "w4a8.PackedWeight", or the name of another type."""
     product = getattr(value, "_product", None)
     return f"{product.module}.{type(value).__name__}" if product else type(value).__name__
@@ -57,7 +57,7 @@ def is_integer(tensor: torch.Tensor) -> bool:
     return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex or dtype_name(tensor) == "bool")
 
 
-def as_tensor(name: str, value: Any, device: torch.device | None = None) -> torch.Tensor:
+def as_tensor(name: str, value: object, device: torch.device | None = None) -> torch.Tensor:
     """`value` as a tensor without a gradient, on `device` if given.
 
     Raises:
@@ -79,7 +79,7 @@ def as_tensor(name: str, value: Any, device: torch.device | None = None) -> torc
     return tensor
 
 
-def as_tensors(**given: Any) -> Iterator[torch.Tensor | None]:
+def as_tensors(**given: object) -> Iterator[torch.Tensor | None]:
     """`as_tensor` of each, where the first one lies, which is needed; None of another stays None."""
     device = None
     for name, value in given.items():
@@ -111,14 +111,14 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
 
 
-def path_of(path: Any) -> Path:
+def path_of(path: object) -> Path:
     """The path that a caller named; ArgumentError for what is no path."""
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str) or "\0" in os.fspath(path):
         raise ArgumentError("path", path, "must be a str or os.PathLike without NUL", "name a file or folder")
     return Path(path)
 
 
-def check_floats(name: str, value: Any, shape: str, remedy: str) -> None:
+def check_floats(name: str, value: object, shape: str, remedy: str) -> None:
     """Raise ArgumentError unless a value is a tensor of floats, up to 64 bits, that holds data."""
     import torch
 
@@ -149,7 +149,7 @@ def check_finite(name: str, value: torch.Tensor, remedy: str, least: float | Non
         raise ArgumentError(name, seen, "must be in the range of float32, up to 3.4e38", "scale it down")
 
 
-def check_matrix(weight: Any) -> tuple[int, int]:
+def check_matrix(weight: object) -> tuple[int, int]:
     """(N, K) of a float weight that can be quantized.
 
     Raises:
@@ -162,7 +162,7 @@ def check_matrix(weight: Any) -> tuple[int, int]:
     return weight.shape[0], weight.shape[1]
 
 
-def as_tokens(x: Any, weight: torch.Tensor) -> torch.Tensor:
+def as_tokens(x: object, weight: torch.Tensor) -> torch.Tensor:
     """Activations [..., K] of a weight [N, K] as [T, K]: leading dimensions are flattened, as `nn.Linear` takes them.
 
     Raises:
@@ -222,7 +222,7 @@ def smooth_of(smooth: torch.Tensor | None, k: int) -> torch.Tensor | None:
     return smooth.float().contiguous()
 
 
-def check_count(name: str, value: Any, remedy: str = "use the default", most: int = 2**31 - 1) -> None:
+def check_count(name: str, value: object, remedy: str = "use the default", most: int = 2**31 - 1) -> None:
     """Raise ArgumentError unless a value is a positive integer, at most `most`."""
     if type(value) is not int or value < 1:
         raise ArgumentError(name, value, "must be a positive integer", remedy)
@@ -245,7 +245,7 @@ def importance_of(importance: Any, k: int, device: torch.device) -> torch.Tensor
     return given.float()
 
 
-def check_share(name: str, value: Any) -> None:
+def check_share(name: str, value: object) -> None:
     """Raise ArgumentError unless a value is a number above 0, up to 1."""
     if not isinstance(value, (int, float)) or not 0 < value <= 1:
         raise ArgumentError(name, value, "must be a number above 0, up to 1", "use the default")
@@ -265,7 +265,7 @@ def tensor_fields(weight: Any) -> dict[str, torch.Tensor]:
     return {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
 
 
-def device_of(device: Any) -> torch.device:
+def device_of(device: str | int | torch.device) -> torch.device:
     """The torch device that a caller named, as torch takes it: "cuda", "cuda:1", "cpu", a torch.device, or the index of
     a GPU (torch.cuda.current_device()).
 

@@ -12,12 +12,12 @@ No lane of codes * s + a may leave its byte: a word of four codes is converted b
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
 from terrazzo.ops.products.converted import W4A8
-from terrazzo.ops.weight.base import Plain
+from terrazzo.ops.weight.base import Fields, Plain
 from terrazzo.ops.weight.units import UNIT_K as UNIT_K
 from terrazzo.ops.weight.units import UnitWeight
 
@@ -39,7 +39,7 @@ PAD_OFFSET = 128
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class QuantizedWeight(Plain):
+class QuantizedWeight(Plain["PackedWeight"]):
     """A W4A8 weight [N, K] in plain rows. Build it with `canonical`, which checks it.
 
     Attributes:
@@ -128,7 +128,7 @@ class QuantizedWeight(Plain):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PackedWeight(UnitWeight, of=QuantizedWeight):
+class PackedWeight(UnitWeight[QuantizedWeight], of=QuantizedWeight):
     """A W4A8 weight in the derived layout that every W4A8 kernel of every target reads. Np, Kp: padded sizes.
 
     Attributes:
@@ -149,14 +149,14 @@ class PackedWeight(UnitWeight, of=QuantizedWeight):
     PADDING = (1, PAD_OFFSET)
 
     @classmethod
-    def _planes(cls, weight: QuantizedWeight, arch: str | None) -> dict[str, Any]:
+    def _planes(cls, weight: QuantizedWeight, arch: str | None) -> Fields:
         """See `Packed`."""
         import torch
 
         records = torch.stack([weight.scales, weight.offsets], dim=-1)
         return cls._units(weight.codes, records, weight.channel_scales, weight.group_size)
 
-    def _rows(self) -> dict[str, Any]:
+    def _rows(self) -> Fields:
         """See `Packed`."""
         codes, records, channel_scales = self._stored()
         scales, offsets = (plane.contiguous() for plane in records.unbind(-1))

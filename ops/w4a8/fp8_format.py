@@ -11,7 +11,7 @@ scales instead (`format`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
@@ -19,7 +19,7 @@ from terrazzo.ops import dlpack, weights
 from terrazzo.ops.linear.bytes.fp8_problem import E4M3
 from terrazzo.ops.products.converted import W4A8_FP8
 from terrazzo.ops.w4a8.format import FLOATS, GROUPS, UNIT_K
-from terrazzo.ops.weight.base import Plain
+from terrazzo.ops.weight.base import Fields, Plain
 from terrazzo.ops.weight.units import UnitWeight
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ INSTRUCTIONS = ("wgmma.e4m3", "mma.e4m3")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class QuantizedWeight(Plain):
+class QuantizedWeight(Plain["PackedWeight"]):
     """A W4A8 weight [N, K] in plain rows. Build it with `canonical`, which checks it.
 
     Attributes:
@@ -130,7 +130,7 @@ class QuantizedWeight(Plain):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PackedWeight(UnitWeight, of=QuantizedWeight):
+class PackedWeight(UnitWeight[QuantizedWeight], of=QuantizedWeight):
     """A W4A8 weight in the derived layout that the e4m3 kernels read (sm_89, sm_90a). Np, Kp: padded sizes.
 
     Attributes:
@@ -152,7 +152,7 @@ class PackedWeight(UnitWeight, of=QuantizedWeight):
     OPERAND_EXP2 = 8
 
     @classmethod
-    def _planes(cls, weight: QuantizedWeight, arch: str | None) -> dict[str, Any]:
+    def _planes(cls, weight: QuantizedWeight, arch: str | None) -> Fields:
         """See `Packed`."""
         import torch
         from terrazzo.layouts.converters.e4m3 import zigzag
@@ -161,7 +161,7 @@ class PackedWeight(UnitWeight, of=QuantizedWeight):
         codes = zigzag(weight.codes).to(torch.uint8)
         return cls._units(codes, bytes_of(weight.scales), weight.channel_scales, weight.group_size)
 
-    def _rows(self) -> dict[str, Any]:
+    def _rows(self) -> Fields:
         """See `Packed`."""
         import torch
         from terrazzo.layouts.converters.e4m3 import unzigzag

@@ -10,7 +10,7 @@ rounded; a row whose scales lie too far apart for a float16 is refused.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
@@ -18,6 +18,7 @@ from terrazzo.ops.linear.bytes.fp8_problem import E2M1
 from terrazzo.ops.products.codes import MXFP4
 from terrazzo.ops.products.converted import MXFP4_FP8
 from terrazzo.ops.w4a8 import fp8_format
+from terrazzo.ops.weight.base import Fields
 from terrazzo.ops.weight_only import format as small_floats
 
 if TYPE_CHECKING:
@@ -40,6 +41,10 @@ class QuantizedWeight(small_floats.QuantizedWeight):
 
     _product: ClassVar[Product] = MXFP4_FP8
     _shown: ClassVar[str] = "mxfp4_fp8."
+
+    def pack(self, *, target: Target | str | None = None) -> PackedWeight:
+        """See `pack`."""
+        return PackedWeight._of(self, target)
 
     def operands(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `fp8.QuantizedWeight.operands`."""
@@ -67,14 +72,18 @@ class PackedWeight(fp8_format.PackedWeight, of=QuantizedWeight):
     DEQUANTIZATION = E2M1
     OPERAND_EXP2 = 6
 
+    def unpack(self) -> QuantizedWeight:
+        """Inverse of `pack`; scales of groups of zeros may be others."""
+        return QuantizedWeight(**{"group_size": GROUP, "bias": self.bias} | self._rows())
+
     @classmethod
-    def _planes(cls, weight: small_floats.QuantizedWeight, arch: str | None) -> dict[str, Any]:
+    def _planes(cls, weight: small_floats.QuantizedWeight, arch: str | None) -> Fields:
         """See `Packed`."""
         factors, channel = split_scales(weight)
         fp8_format.check_arch(arch)
         return cls._units(weight.codes, fp8_format.bytes_of(factors), channel, GROUP)
 
-    def _rows(self) -> dict[str, Any]:
+    def _rows(self) -> Fields:
         """See `Packed`; scales of groups of zeros may be others."""
         import torch
 

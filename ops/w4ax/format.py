@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
@@ -29,7 +29,7 @@ from terrazzo.ops import dlpack, weights
 from terrazzo.ops.products.mixed import W4AX
 from terrazzo.ops.w4ax.fmpq import BLOCK, check_permutation
 from terrazzo.ops.weight import files
-from terrazzo.ops.weight.base import Canonical, Packed
+from terrazzo.ops.weight.base import Canonical, Fields, Packed
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ FLOATS = weights.FLOATS
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class QuantizedWeight(Canonical):
+class QuantizedWeight(Canonical["PackedWeight"]):
     """A W4Ax weight in plain rows, columns in the plan's order. Build it with `canonical`, which checks it.
 
     Attributes:
@@ -171,7 +171,7 @@ class QuantizedWeight(Canonical):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PackedWeight(Packed, of=QuantizedWeight):
+class PackedWeight(Packed[QuantizedWeight], of=QuantizedWeight):
     """A W4Ax weight in the derived layouts that the kernels of its target read. Np: N rounded up to 64.
 
     Attributes:
@@ -236,7 +236,7 @@ class PackedWeight(Packed, of=QuantizedWeight):
         return super()._of(weight, at)
 
     @classmethod
-    def _planes(cls, weight: QuantizedWeight, arch: str | None) -> dict[str, Any]:
+    def _planes(cls, weight: QuantizedWeight, arch: str | None) -> Fields:
         """See `Packed`."""
         import torch
         from torch.nn.functional import pad
@@ -262,7 +262,7 @@ class PackedWeight(Packed, of=QuantizedWeight):
             unit, depth = unit_layout(bits), span.stop - span.start
             yield bits, unit, self.words[span].reshape(depth, self.words.shape[1] * ROWS // unit.block.block_rows, -1)
 
-    def _rows(self) -> dict[str, Any]:
+    def _rows(self) -> Fields:
         """See `Packed`; block scales below 2^-122 lost bits."""
         import torch
 

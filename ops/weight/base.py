@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
@@ -22,10 +22,14 @@ if TYPE_CHECKING:
     from terrazzo.lowering.targets import Target
     from terrazzo.ops.products.product import Product
 
-Weight = TypeVar("Weight", bound="Canonical | Packed")
+Weight = TypeVar("Weight", bound="Canonical[Any] | Packed[Any]")
+Form = TypeVar("Form")
+"""The other form of a weight."""
+Fields: TypeAlias = "dict[str, torch.Tensor | str | None]"
+"""Of a form: name -> value."""
 
 
-class Canonical(Sharded):
+class Canonical(Sharded, Generic[Form]):
     """Of a canonical weight, a dataclass with `codes` [N, ...] and `k`: what does not depend on the product.
 
     Attributes:
@@ -35,7 +39,7 @@ class Canonical(Sharded):
 
     _product: ClassVar[Product]
     _shown: ClassVar[str] = ""
-    packed_kind: ClassVar[type[Packed]]
+    packed_kind: ClassVar[type[Packed[Any]]]
     codes: torch.Tensor
 
     @property
@@ -47,7 +51,7 @@ class Canonical(Sharded):
         """The same weight on another device."""
         return weights.move(self, device)
 
-    def pack(self, *, target: Target | str | None = None) -> Any:
+    def pack(self, *, target: Target | str | None = None) -> Form:
         """See `pack` of the product's module."""
         return self.packed_kind._of(self, target)
 
@@ -60,7 +64,7 @@ class Canonical(Sharded):
         return f"{self._shown}{type(self).__name__}(N={self.n}, K={self.k}, {self._summary()})"
 
 
-class Plain(Canonical):
+class Plain(Canonical[Form]):
     """Of a canonical weight whose codes are not padded."""
 
     @property
@@ -69,7 +73,7 @@ class Plain(Canonical):
         return self.codes.shape[1]
 
 
-class Packed(Sharded):
+class Packed(Sharded, Generic[Form]):
     """Of a packed weight, a dataclass with `words`, `n`, `k` and `layout`: what does not depend on the product.
 
     It is no torch module and has no parameters: `terrazzo.nn.Linear` is.
@@ -89,24 +93,24 @@ class Packed(Sharded):
     VERSION: ClassVar[str]
     OTHER_VERSIONS: ClassVar[tuple[str, ...]] = ()
     GROUPS: ClassVar[tuple[int, ...]] = (32, 64, 128)
-    canonical_kind: ClassVar[type[Canonical]]
-    _planes: ClassVar[Callable[[Any, str | None], dict[str, Any]]]
-    _rows: Callable[[], dict[str, Any]]
+    canonical_kind: ClassVar[type[Canonical[Any]]]
+    _planes: ClassVar[Callable[[Any, str | None], Fields]]
+    _rows: Callable[[], Fields]
     expected_layout: Callable[[], str]
     words: torch.Tensor
     n: int
     k: int
     layout: str
 
-    def __init_subclass__(cls, of: type[Canonical] | None = None, **options: Any) -> None:
+    def __init_subclass__(cls, of: type[Canonical[Any]] | None = None) -> None:
         """of: class of the canonical form, whose packed form this is."""
-        super().__init_subclass__(**options)
+        super().__init_subclass__()
         if of is not None:
             cls.canonical_kind, of.packed_kind = of, cls
             cls._product, cls._shown = vars(cls).get("_product", of._product), of._shown
 
     @classmethod
-    def _of(cls: type[Weight], weight: Canonical, target: Target | str | None = None) -> Weight:
+    def _of(cls: type[Weight], weight: Canonical[Any], target: Target | str | None = None) -> Weight:
         """A canonical weight, packed on the device where its codes are; see `pack` of the product's module."""
         arch = weights.arch_of(target, weight.codes.device)
         shared = {f.name: getattr(weight, f.name) for f in dataclasses.fields(cls) if hasattr(weight, f.name)}
@@ -137,7 +141,7 @@ class Packed(Sharded):
         """The same weight on another device."""
         return weights.move(self, device)
 
-    def unpack(self) -> Any:
+    def unpack(self) -> Form:
         """Inverse of `pack`: the same codes and scales; those of groups of zeros may be others."""
         kind = self.canonical_kind
         shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(kind) if hasattr(self, f.name)}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from terrazzo.ops.weight.base import Packed
+from terrazzo.ops.weight.base import Fields, Form, Packed
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +16,7 @@ UNIT_K = 128
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class UnitWeight(Packed):
+class UnitWeight(Packed[Form]):
     """A packed weight in units. Np, Kp: padded sizes.
 
     Attributes:
@@ -60,7 +60,7 @@ class UnitWeight(Packed):
     @classmethod
     def _units(
         cls, codes: torch.Tensor, records: torch.Tensor, channel_scales: torch.Tensor, group_size: int
-    ) -> dict[str, Any]:
+    ) -> Fields:
         """`words` and `channel_scales`, padded.
 
         Args:

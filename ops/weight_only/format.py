@@ -9,14 +9,14 @@ quantizer ends in the canonical form; `pack` turns it into the one packed form t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
 from terrazzo.ops.products.codes import SMALL_SCALES, Codes, get_codes
 from terrazzo.ops.products.table import of_codes
 from terrazzo.ops.products.wide import FP8
-from terrazzo.ops.weight.base import Canonical, Packed, Plain
+from terrazzo.ops.weight.base import Canonical, Fields, Packed, Plain
 from terrazzo.ops.weight_only import small_scales
 from terrazzo.ops.weight_only.packed import WeightOnly, records
 
@@ -30,7 +30,7 @@ MOST_STEPS = 127
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class QuantizedWeight(Plain):
+class QuantizedWeight(Plain["PackedWeight"]):
     """A weight [N, K] in plain rows. Build it with `canonical`, which checks it.
 
     Attributes:
@@ -141,7 +141,7 @@ class QuantizedWeight(Plain):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PackedWeight(WeightOnly, of=QuantizedWeight):
+class PackedWeight(WeightOnly[QuantizedWeight], of=QuantizedWeight):
     """A weight in the derived layout that every kernel of its format and of every target reads. Np, Kp: padded sizes.
 
     Attributes:
@@ -178,7 +178,7 @@ class PackedWeight(WeightOnly, of=QuantizedWeight):
         return self.format.groups
 
     @classmethod
-    def _planes(cls, weight: QuantizedWeight, arch: str | None) -> dict[str, Any]:
+    def _planes(cls, weight: QuantizedWeight, arch: str | None) -> Fields:
         """See `Packed`."""
         import torch
 
@@ -195,7 +195,7 @@ class PackedWeight(WeightOnly, of=QuantizedWeight):
             scales, factors = _relative(weight.scales, form)
         return records(weight, scales, None, factors)
 
-    def _rows(self) -> dict[str, Any]:
+    def _rows(self) -> Fields:
         """See `Packed`."""
         import torch
 

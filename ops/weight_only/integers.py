@@ -10,7 +10,7 @@ of the format reads. These classes are those of W4A16; ops/weight_only/byte_inte
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
@@ -18,7 +18,7 @@ from terrazzo.ops.grouped_codes import GROUPS as GROUPS
 from terrazzo.ops.grouped_codes import MOST_ZERO, check_perm, check_scales, check_zeros, expand_groups
 from terrazzo.ops.products.codes import Codes, get_codes
 from terrazzo.ops.products.wide import W4A16
-from terrazzo.ops.weight.base import Plain
+from terrazzo.ops.weight.base import Fields, Plain
 from terrazzo.ops.weight_only.decoding import decode
 from terrazzo.ops.weight_only.packed import BLOCK_K as BLOCK_K
 from terrazzo.ops.weight_only.packed import BLOCK_N, WeightOnly, records, row_order
@@ -34,7 +34,7 @@ WEIGHT = "u4"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class QuantizedWeight(Plain):
+class QuantizedWeight(Plain["PackedWeight"]):
     """A 4-bit weight [N, K] in plain rows, of 8 bits in w8a16. Build it with `canonical`, which checks it.
 
     Attributes:
@@ -135,7 +135,7 @@ class QuantizedWeight(Plain):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PackedWeight(WeightOnly, of=QuantizedWeight):
+class PackedWeight(WeightOnly[QuantizedWeight], of=QuantizedWeight):
     """A 4-bit weight in the derived layout that every W4A16 kernel of every target reads. Np, Kp, Gp: padded sizes.
 
     Attributes:
@@ -174,11 +174,11 @@ class PackedWeight(WeightOnly, of=QuantizedWeight):
         return self.params.shape[0]
 
     @classmethod
-    def _planes(cls, weight: QuantizedWeight, arch: str | None) -> dict[str, Any]:
+    def _planes(cls, weight: QuantizedWeight, arch: str | None) -> Fields:
         """See `Packed`."""
         return records(weight, weight.scales, weight.zeros, None)
 
-    def _rows(self) -> dict[str, Any]:
+    def _rows(self) -> Fields:
         """See `Packed`."""
         codes, scales, zeros, _ = self._stored()
         return {"codes": codes, "scales": scales, "zeros": None if self.symmetric else zeros}

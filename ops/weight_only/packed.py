@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.linear.operand import FACTOR_BYTES
 from terrazzo.ops.products.codes import BLOCK_ROWS, SCALE_BYTES, Codes, get_codes
 from terrazzo.ops.products.table import of_codes
-from terrazzo.ops.weight.base import Canonical, Packed
+from terrazzo.ops.weight.base import Canonical, Fields, Form, Packed
 from terrazzo.ops.weight_only import small_scales
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ BLOCK_N, BLOCK_K = BLOCK_ROWS, 128
 """Rows and input channels that a packed weight is padded to."""
 
 
-class WeightOnly(Packed):
+class WeightOnly(Packed[Form]):
     """A packed weight in the derived layout that every kernel of its format reads. Np, Kp: padded sizes.
 
     Attributes:
@@ -88,7 +88,7 @@ class WeightOnly(Packed):
 
 def records(
     weight: Canonical, scales: torch.Tensor | None, zeros: torch.Tensor | None, factors: torch.Tensor | None
-) -> dict[str, Any]:
+) -> Fields:
     """`words` and `params` of a canonical weight of a format.
 
     Args:
@@ -146,6 +146,6 @@ def kind_of(weight: str) -> type[WeightOnly]:
     return import_module(f"terrazzo.ops.{of_codes(weight).module}").PackedWeight
 
 
-def facts_of(w: WeightOnly) -> dict[str, Any]:
+def facts_of(w: WeightOnly) -> dict[str, int | bool | str]:
     """What chooses a weight's kernels besides its sizes."""
     return dict(group_size=w.group_size, symmetric=w.symmetric, scale_dtype=w.scale_dtype, weight=w.weight)

@@ -10,14 +10,14 @@ blocks; `input_scale` makes them static.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import dlpack, weights
 from terrazzo.ops.products.direct import W8A8, W8A8_FP8
 from terrazzo.ops.w4a8 import fp8_format
-from terrazzo.ops.weight.base import Packed, Plain
+from terrazzo.ops.weight.base import Fields, Packed, Plain
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ LARGEST_K = 132104
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class QuantizedWeight(Plain):
+class QuantizedWeight(Plain["PackedWeight"]):
     """A W8A8 weight [N, K] in plain rows. Build it with `canonical`, which checks it.
 
     Attributes:
@@ -166,7 +166,7 @@ class QuantizedWeight(Plain):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PackedWeight(Packed, of=QuantizedWeight):
+class PackedWeight(Packed[QuantizedWeight], of=QuantizedWeight):
     """A W8A8 weight in the derived layout that kernels of every target read. Np, Kp: padded to 64 and 128.
 
     Attributes:
@@ -214,7 +214,7 @@ class PackedWeight(Packed, of=QuantizedWeight):
         return PRODUCTS[self.codes]
 
     @classmethod
-    def _planes(cls, weight: QuantizedWeight, arch: str | None) -> dict[str, Any]:
+    def _planes(cls, weight: QuantizedWeight, arch: str | None) -> Fields:
         """See `Packed`."""
         import torch
         from torch.nn.functional import pad
@@ -231,7 +231,7 @@ class PackedWeight(Packed, of=QuantizedWeight):
         words = layout_of().pack(weight.codes.view(torch.int8))
         return dict(words=words, scales=scales.contiguous(), codes=weight.form)
 
-    def _rows(self) -> dict[str, Any]:
+    def _rows(self) -> Fields:
         """See `Packed`."""
         import torch
 
