@@ -6,12 +6,14 @@ from terrazzo.layouts.converters import Converter, get_converter
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.linear.bytes import direct, problem
 from terrazzo.ops.linear.bytes.operand import ByteOperand
+from terrazzo.ops.products.codes import MXFP4_UNITS, Z4
+from terrazzo.ops.products.ways import WAYS
 from terrazzo.ops.tiles.calls import call
 from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.types import Buffers
 
 E4M3, E2M1 = "e4m3", "e2m1"
-CONVERTERS = {E4M3: "z4_e4m3", E2M1: "e2m1_e4m3"}
+CONVERTERS = {way.name: way.converter() for codes in (Z4, MXFP4_UNITS) for way in WAYS[codes.name]}
 """The `dequantization` of this form, of integers and of e2m1 -> the converter: codes become e4m3 operands, and their
 sums are float32."""
 OUT_DTYPES = ("float16", "bfloat16")

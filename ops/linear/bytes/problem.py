@@ -7,10 +7,12 @@ from typing import ClassVar
 
 from terrazzo.layouts.converters import Converter, get_converter
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.products.codes import U4_LQQ
+from terrazzo.ops.products.ways import WAYS
 from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.types import Expr
 
-DEQUANTIZATIONS = {"xor": "u4_s8_lqq", "unsigned": "u4_u8_lqq"}  # -> the converter
+DEQUANTIZATIONS = {way.name: way.converter() for way in WAYS[U4_LQQ.name]}
 OUT_DTYPES = ("float16", "bfloat16", "int32")
 UNIT_K = 128  # k extent of a unit of 64 rows: two packed blocks, then the parameter records
 BLOCK_WORDS = 512  # words of 64 rows by 64 k

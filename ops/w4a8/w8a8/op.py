@@ -16,6 +16,7 @@ from terrazzo.ops.linear.bytes import fp8_problem
 from terrazzo.ops.linear.bytes import multistage as multistage_program
 from terrazzo.ops.linear.bytes import stream_k as stream_k_program
 from terrazzo.ops.linear.sizes import shapeless
+from terrazzo.ops.products.direct import W8A8, W8A8_FP8
 from terrazzo.ops.quantized import BlockQuantizedActivations, QuantizedActivations
 from terrazzo.ops.w4a8.w8a8 import activations as w8_activations
 from terrazzo.ops.w4a8.w8a8.format import BLOCK, CODES, PackedWeight, check_target
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 ACCUMULATE = ("auto", "promoted", "fast")
 OUT_DTYPES = ("float16", "bfloat16", "int32")
-OPERATORS = {"s8": "w8a8", "s8_zeros": "w8a8", "promoted": "w8a8_fp8", "fast": "w8a8_fp8", "block": "w8a8_fp8"}
+OPERATORS = {way.name: one.record for one in (W8A8, W8A8_FP8) for way in one.ways}
 """Numerics -> the name under which records are kept."""
 Activations = QuantizedActivations | BlockQuantizedActivations
 
