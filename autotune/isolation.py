@@ -67,7 +67,8 @@ class Measurer:
 
     def begin(self) -> None:
         """Start the process and ask for its machine; `hello` waits. It ends with the thread that calls this."""
-        self._send({"do": "hello"})
+        with contextlib.suppress(BrokenPipeError):  # a process that has ended is asked for its last words
+            self._send({"do": "hello"})
         self.greeted = True
 
     def hello(self) -> Machine:

@@ -157,6 +157,14 @@ def test_a_job_with_real_kernels(tmp_path, monkeypatch):
     assert set(summary.statuses) <= {"ok", "wrong", "crash"}, summary.statuses
 
 
+def test_a_process_that_ends_before_it_is_asked_says_why(monkeypatch):
+    """Its input is closed by then, which was a BrokenPipeError."""
+    write = Measurer._write
+    monkeypatch.setattr(Measurer, "_write", lambda self, message: (self.process.wait(), write(self, message)))
+    with pytest.raises(ToolchainError, match="no luck today"):
+        Measurer(command=[sys.executable, "-c", "import sys; sys.exit('no luck today')"], deadline=60.0).hello()
+
+
 def test_measuring_processes_use_the_same_cache(tmp_path, monkeypatch):
     """Wherever the working directory has gone since a relative TERRAZZO_CACHE_DIR was first read."""
     monkeypatch.chdir(tmp_path)
