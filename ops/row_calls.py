@@ -94,6 +94,13 @@ def apart(operator: Callable, call: Any, check: Callable[[Any], None], torch_op:
     return torch_op.call(call) if traced else torch_op.on_cpu(call)
 
 
+def beside(x: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
+    """x for a node that writes to another argument, or a copy where they share memory: torch.compile leaves the
+    clone out that `written` is of an x which nobody reads later."""
+    start, end = written.data_ptr(), written.data_ptr() + written.nbytes
+    return x.clone() if x.data_ptr() < end and start < x.data_ptr() + x.nbytes else x
+
+
 def launched(op: ModuleType, call: Any) -> tuple:
     """What `run` of an operator's module gives for a call on a GPU that may be new."""
     made = op.run(call)

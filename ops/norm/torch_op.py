@@ -65,7 +65,7 @@ def rms_norm(x, *rest):
 )
 def fused_add_rms_norm(x, residual, *rest):
     """The same of the residual, to which x is added in place."""
-    return _run(x, residual, *rest)
+    return _run(row_calls.beside(x, residual), residual, *rest)
 
 
 def _shapes(x, *rest):

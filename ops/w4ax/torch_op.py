@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 import torch
-from terrazzo.ops import launching
+from terrazzo.ops import launching, row_calls
 from terrazzo.ops.call.nodes import Node
 from terrazzo.ops.w4ax import reference
 from terrazzo.ops.w4ax.activations import QuantizedActivations, default_granularity, sizes
@@ -162,7 +162,8 @@ def w4ax_add_quantize(
 ) -> Made:
     """The same of the residual, to which x is added in place."""
     fields = (words, channel_scales, n, k, blocks8, layout, target, order, permutation)
-    return _quantized(x, residual, "", (rms_weight, eps, granularity, static_scales, *fields))
+    given = (rms_weight, eps, granularity, static_scales, *fields)
+    return _quantized(row_calls.beside(x, residual), residual, "", given)
 
 
 @w4ax_quantize.register_fake

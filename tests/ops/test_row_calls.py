@@ -12,6 +12,7 @@ from terrazzo.lowering.targets import Target
 from terrazzo.ops import activation, launching, norm, quantized, rope, row_calls
 from terrazzo.ops.activation import op as activation_op
 from terrazzo.ops.norm import op as norm_op
+from terrazzo.ops.norm import torch_op as norm_torch_op
 from terrazzo.ops.rope import op as rope_op
 from terrazzo.ops.w4a8 import reference as w4a8_reference
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -333,6 +334,13 @@ def test_other_rows_of_a_bucket_find_the_same_kernel(launched):
     norm.rms_norm(x(17, K), x(K))
     assert len(row_calls.ready) == known + 1
     assert norm.rms_norm(x(0, K), x(K)).shape == (0, K)
+
+
+def test_a_node_takes_a_residual_that_is_x(launched):
+    h, weight = x(2, K), x(K)
+    norm_torch_op.fused_add_rms_norm(h, h, weight, None, None, 1e-6, 1e-6, "llama", "", "fused", False, False)
+    read, written, *_ = launched[-1]
+    assert written.data_ptr() == h.data_ptr() != read.data_ptr() and torch.equal(read, h)
 
 
 def test_one_target_has_no_conversion_to_e4m3():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import w4a8, w4a16, w4ax, w8a8
 from terrazzo.ops.attention import append, decode, pack_cache, prefill, store
+from terrazzo.ops.w4ax import activations as w4ax_activations
+from terrazzo.ops.w4ax import torch_op as w4ax_torch_op
 
 X, WEIGHT, GAIN = torch.randn(4, 256).half(), torch.randn(64, 256), torch.ones(256)
 BIAS, OFFSETS = torch.zeros(64), torch.tensor([0, 1, 2, 4], dtype=torch.int32)
@@ -50,6 +54,22 @@ def test_a_call_is_one_graph(name):
     with torch.no_grad():
         torch.compile(call, backend=backend, fullgraph=True)(*arguments)
     assert len(graphs) == 1 and any("terrazzo" in str(node.target) for node in graphs[0].graph.nodes)
+
+
+def test_a_quantizer_that_adds_to_a_clone_of_x_reads_another_x(monkeypatch):
+    given = []
+
+    def run(x, w, rms_weight, eps, granularity, static, residual, activation):
+        given.append((x, residual, x.clone()))
+        return SimpleNamespace(q4=x.new_empty(1), q8=x.new_empty(2), scales=x.new_empty(3))
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    monkeypatch.setattr(w4ax_activations, "run", run)
+    h, fields = X.clone(), (MIXED.words, MIXED.channel_scales, MIXED.n, MIXED.k, MIXED.blocks8, MIXED.layout)
+    more = (MIXED.target, MIXED.order, MIXED.permutation)
+    w4ax_torch_op.w4ax_add_quantize(h, h, None, 0.0, "two_level", None, *fields, *more)
+    ((x, residual, held),) = given
+    assert residual.data_ptr() == h.data_ptr() != x.data_ptr() and torch.equal(held, h)
 
 
 def of_columns(family, k: int, experts: bool):
