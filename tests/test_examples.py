@@ -18,12 +18,12 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 def test_there_are_examples():
     expected = {
         "quantized_linear.py", "derive_a_layout.py", "ahead_of_time.py", "attention_block.py", "sm_scheduling.py",
-        "generate.py", "between_products.py",
+        "generate.py", "between_products.py", "tile_w4a16.py", "tile_kv_decode.py",
     }  # fmt: skip
     assert {path.name for path in EXAMPLES} == expected
 
 
-SLOW = ("ahead_of_time",)  # compiles a bundle for two targets
+SLOW = ("ahead_of_time", "tile_w4a16", "tile_kv_decode")  # which compile for two targets
 
 
 WITH_ARGUMENTS = ("generate",)
