@@ -36,6 +36,7 @@ W4A8_FP8 = Product(
     stated=("e4m3", ""),
     calibration="importance",
     ran=ON_HOPPER,
+    instead="use int8 activations there: terrazzo.ops.w4a8.quantize and gemm",
 )
 MXFP4_FP8 = Product(
     record="mxfp4_fp8",
@@ -52,4 +53,5 @@ MXFP4_FP8 = Product(
     on_request=True,
     ran=ON_HOPPER,
     wheel="one model of the table's has it",
+    instead="multiply 16-bit activations there: terrazzo.ops.mxfp4 packs the same codes as weight-only",
 )

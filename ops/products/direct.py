@@ -38,4 +38,5 @@ W8A8_FP8 = Product(
     conventions={"fp8": 8},
     ran=ON_HOPPER,
     wheel=_UNKNOWN,
+    instead="multiply 16-bit activations there: terrazzo.ops.fp8 packs the same codes as weight-only",
 )

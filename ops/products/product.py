@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from terrazzo.lowering.targets import CAPABILITIES
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.targets import CAPABILITIES, Target
 from terrazzo.ops.products.codes import Codes
 from terrazzo.ops.products.planes import Plane, Shape, Size
 from terrazzo.ops.products.ways import DIRECT, WAYS, Input, Way, numerics_of
@@ -61,6 +62,7 @@ class Product:
             all.
         ran: architecture -> status in the registry; "compiled" of others that have a program.
         wheel: why published wheels lack its kernels, "" where they have them.
+        instead: remedy where a target lacks its instructions.
     """
 
     record: str
@@ -82,6 +84,7 @@ class Product:
     shaped: tuple[int, ...] | None = None
     ran: Mapping[str, str] = field(default_factory=dict, hash=False)
     wheel: str = ""
+    instead: str = "pack it for one of these"
 
     def __post_init__(self) -> None:
         for name in ("word", "module", "kernels"):
@@ -130,6 +133,14 @@ class Product:
     def on(self, arch: str) -> Programs | None:
         """The builders that serve an architecture."""
         return next((one for one in self.programs if one.needs in CAPABILITIES[arch]), None)
+
+    def check(self, target: Target) -> None:
+        """Raise ArgumentError unless a target has the instructions of one of its programs."""
+        if any(target.supports(one.needs) for one in self.programs):
+            return
+        *others, last = self.targets
+        constraint = f"has no {self.x.rate} tensor-core instruction ({', '.join(others)} and {last} do)"
+        raise ArgumentError("target", target.arch, constraint, self.instead)
 
     def shapes(self, size: Size) -> dict[str, Shape]:
         """Shapes of the planes that every packed weight of these sizes has."""

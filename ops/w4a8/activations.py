@@ -13,8 +13,8 @@ from terrazzo.lowering.targets import Target
 from terrazzo.ops import derived, launching, weights
 from terrazzo.ops.lasting import lasting
 from terrazzo.ops.linear.quantize import quantize_rows as program
+from terrazzo.ops.products.converted import W4A8_FP8
 from terrazzo.ops.quantized import CODES, QuantizedActivations, empty, padded
-from terrazzo.ops.w4a8 import fp8_format
 from terrazzo.ops.w4a8.reference import activation_gain
 from terrazzo.schedules import quantize_rows
 
@@ -37,7 +37,7 @@ def plan(
     `schedule` None is what `quantize_rows.choose` takes.
     """
     if codes == "e4m3":
-        fp8_format.check_target(target)
+        W4A8_FP8.check(target)
     k = k if k % program.VECTOR == 0 else padded(k)
     schedule = schedule or quantize_rows.choose(k, device or target, m, gain)
     params = dict(k=k, dtype=dtype, gain=gain, norm=norm) | schedule.params()

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 LAYOUT = "w4a8_fp8"
 LARGEST_CHANNEL_SCALE = 2.0**100
-INSTRUCTIONS = ("wgmma.e4m3", "mma.e4m3")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -157,7 +156,8 @@ class PackedWeight(UnitWeight[QuantizedWeight], of=QuantizedWeight):
         import torch
         from terrazzo.layouts.converters.e4m3 import zigzag
 
-        check_arch(arch)
+        if arch is not None:
+            W4A8_FP8.check(Target.parse(arch))
         codes = zigzag(weight.codes).to(torch.uint8)
         return cls._units(codes, bytes_of(weight.scales), weight.channel_scales, weight.group_size)
 
@@ -216,21 +216,6 @@ def split_scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         seen = f"scales up to {float(largest.max()):.3g}"
         raise ArgumentError("weight", seen, f"scales must be at most {most:.3g}", "scale the weight down")
     return (scales.double() / channel[:, None]).half(), channel.float()
-
-
-def check_target(target: Target) -> None:
-    """Raise ArgumentError unless the target multiplies e4m3 natively."""
-    if not any(target.supports(name) for name in INSTRUCTIONS):
-        raise ArgumentError(
-            "target", target.arch, "has no e4m3 tensor-core instruction (sm_89, sm_90a and sm_120a do)",
-            "use int8 activations there: terrazzo.ops.w4a8.quantize and gemm",
-        )  # fmt: skip
-
-
-def check_arch(arch: str | None) -> None:
-    """`check_target` of an architecture, None for any."""
-    if arch is not None:
-        check_target(Target.parse(arch))
 
 
 def pack(weight: QuantizedWeight, *, target: Target | str | None = None) -> PackedWeight:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.targets import Target
 from terrazzo.ops import weights
 from terrazzo.ops.linear.bytes.fp8_problem import E2M1
 from terrazzo.ops.products.codes import MXFP4
@@ -23,7 +24,6 @@ from terrazzo.ops.weight_only import format as small_floats
 
 if TYPE_CHECKING:
     import torch
-    from terrazzo.lowering.targets import Target
     from terrazzo.ops.products.product import Product
 
 LAYOUT = "mxfp4_fp8"
@@ -80,7 +80,8 @@ class PackedWeight(fp8_format.PackedWeight, of=QuantizedWeight):
     def _planes(cls, weight: small_floats.QuantizedWeight, arch: str | None) -> Fields:
         """See `Packed`."""
         factors, channel = split_scales(weight)
-        fp8_format.check_arch(arch)
+        if arch is not None:
+            MXFP4_FP8.check(Target.parse(arch))
         return cls._units(weight.codes, fp8_format.bytes_of(factors), channel, GROUP)
 
     def _rows(self) -> Fields:

@@ -18,6 +18,8 @@ from terrazzo.ops.linear.bytes import small_batch as small_batch_program
 from terrazzo.ops.linear.bytes import stream_k as stream_k_program
 from terrazzo.ops.linear.bytes.fp8_problem import CONVERTERS, E2M1, E4M3
 from terrazzo.ops.linear.sizes import shapeless
+from terrazzo.ops.products.converted import MXFP4_FP8, W4A8, W4A8_FP8
+from terrazzo.ops.products.product import Product
 from terrazzo.ops.w4a8 import activations, fp8_format
 from terrazzo.ops.w4a8.activations import QuantizedActivations
 from terrazzo.ops.w4a8.format import GROUPS, UNIT_K, PackedWeight
@@ -65,8 +67,13 @@ class Facts(plans.Facts):
         return AUTO if self.dequantization == "auto" else self.dequantization
 
     @property
+    def product(self) -> Product:
+        """The kind of linear layer."""
+        return {E4M3: W4A8_FP8, E2M1: MXFP4_FP8}.get(self.dequantization, W4A8)
+
+    @property
     def record(self) -> str:
-        return {E4M3: "w4a8_fp8", E2M1: "mxfp4_fp8"}.get(self.dequantization, "w4a8")
+        return self.product.record
 
     @property
     def out_bytes(self) -> int:
@@ -77,12 +84,11 @@ class Facts(plans.Facts):
             grouped.check_request(self.n, self.k, self.experts, self.group_size, GROUPS)
         check_choices(self.k, self.out_dtype, self.dequantization, self.pipeline)
         fp8_problem.of(**self.params())
-        e4m3 = self.dequantization in CONVERTERS
-        if e4m3:
-            fp8_format.check_target(target)
+        self.product.check(target)
         if self.pipeline == "imfp" and not self.experts and not target.supports("wgmma.s8"):
             raise ArgumentError("pipeline", self.pipeline, f"{target.arch} has no wgmma of bytes", "leave it 'auto'")
-        if e4m3 and self.pipeline in ("small_batch", "multistage") and not target.supports("mma.e4m3"):
+        on_mma = self.pipeline in ("small_batch", "multistage")
+        if self.product is not W4A8 and on_mma and not target.supports("mma.e4m3"):
             constraint = f"{target.arch} emulates mma.sync of e4m3"
             raise ArgumentError("pipeline", self.pipeline, constraint, "leave it 'auto'")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from dataclasses import fields
 from importlib import import_module
 from itertools import product as every
@@ -90,6 +91,21 @@ def test_its_planes_have_the_shapes_of_packed_weights(product: Product):
             else:
                 unit = derive_unit(product.layout, 2, 128 // min(group, 128), 2)
                 assert found == (unit.shape(n, k), unit.padded(n, k)[:1])
+
+
+@products
+def test_a_target_without_its_instructions_is_refused_with_what_serves_there(product: Product):
+    for arch in CAPABILITIES:
+        if arch in product.targets:
+            product.check(Target.parse(arch))
+            continue
+        with pytest.raises(ArgumentError) as error:
+            product.check(Target.parse(arch))
+        assert (error.value.argument, error.value.value) == ("target", arch)
+        assert all(known in str(error.value) for known in product.targets) and error.value.remedy == product.instead
+    for name in re.findall(r"terrazzo\.ops\.(\w+)", product.instead):
+        other = next(it for it in PRODUCTS if it.module == name)
+        assert set(CAPABILITIES) == set(other.targets) and other.codes.bits == product.codes.bits
 
 
 def test_what_the_wheel_lacks_has_a_reason():

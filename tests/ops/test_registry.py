@@ -9,7 +9,7 @@ import pytest
 from terrazzo import ops
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import CAPABILITIES, Target
-from terrazzo.ops import registry
+from terrazzo.ops import quantized, registry
 from terrazzo.ops.checkpoints.conventions.table import CONVENTIONS
 from terrazzo.ops.grouped_codes import GROUPS, SCALE_DTYPES
 from terrazzo.ops.linear.bytes import fp8_problem as w4a8_fp8_problem
@@ -17,7 +17,6 @@ from terrazzo.ops.products import kv
 from terrazzo.ops.products.wide import W4A16
 from terrazzo.ops.w4a8 import activations as w4a8_activations
 from terrazzo.ops.w4a8 import format as w4a8_format
-from terrazzo.ops.w4a8 import fp8_format as w4a8_fp8_format
 from terrazzo.ops.w4a8 import mxfp4_format
 from terrazzo.ops.w4a8 import reference as w4a8_reference
 from terrazzo.ops.w4ax import fmpq as w4ax_fmpq
@@ -66,7 +65,7 @@ def test_w4a8_entries_agree_with_the_code():
         assert entry.groups == (*w4a8_format.GROUPS, "K") and entry.numerics == (w4a8_fp8_problem.E4M3,)
         assert entry.activations == (w4a8_activations.CODES["e4m3"], *w4a8_activations.DTYPES)
         for arch in CAPABILITIES:
-            native = any(Target.parse(arch).supports(name) for name in w4a8_fp8_format.INSTRUCTIONS)
+            native = any(Target.parse(arch).supports(name) for name in quantized.E4M3_INSTRUCTIONS)
             assert native == (arch in entry.targets)
     for entry in integer:
         assert entry.groups == w4a8_format.GROUPS and ("auto", *entry.numerics) == w4a8_reference.DEQUANTIZATIONS
@@ -78,7 +77,7 @@ def test_mxfp4_on_e4m3_agrees_with_the_code():
     assert {entry.format for entry in entries} == {"gpt_oss", "compressed_tensors", "rtn"}
     for entry in entries:
         assert entry.groups == mxfp4_format.PackedWeight.GROUPS and entry.numerics == (w4a8_fp8_problem.E2M1,)
-        native = {a for a in CAPABILITIES if any(map(Target.parse(a).supports, w4a8_fp8_format.INSTRUCTIONS))}
+        native = {a for a in CAPABILITIES if any(map(Target.parse(a).supports, quantized.E4M3_INSTRUCTIONS))}
         assert set(entry.targets) == native
 
 

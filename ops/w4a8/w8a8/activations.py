@@ -12,7 +12,7 @@ from terrazzo.ops import launching, quantized, row_calls, weights
 from terrazzo.ops.linear.quantize import quantize_bytes as program
 from terrazzo.ops.quantized import BlockQuantizedActivations, QuantizedActivations
 from terrazzo.ops.w4a8 import activations
-from terrazzo.ops.w4a8.w8a8.format import PackedWeight, check_target
+from terrazzo.ops.w4a8.w8a8.format import PRODUCTS, PackedWeight
 from terrazzo.ops.w4a8.w8a8.reference import quantize_asymmetric, quantize_powers, quantize_static
 from terrazzo.schedules import rows
 
@@ -41,7 +41,7 @@ def plan(
     m: int, k: int, *, dtype: str, gain: bool, form: str, target: Target, device: Target | None = None
 ) -> KernelRequest:  # fmt: skip
     """The kernel that quantizes m >= 1 rows of k values in another form than W4A8's."""
-    check_target(target, "e4m3" if form.startswith("e4m3") else "int8")
+    PRODUCTS["e4m3" if form.startswith("e4m3") else "int8"].check(target)
     k = -(-k // program.VECTOR) * program.VECTOR
     schedule = rows.choose(k, device or target, m)
     params = dict(k=k, dtype=dtype, gain=gain, form=form) | schedule.params()
@@ -54,6 +54,7 @@ def dynamic(
     m: int, k: int, *, dtype: str, gain: bool, codes: str, target: Target, device: Target | None = None
 ) -> KernelRequest:
     """W4A8's kernel, which quantizes by the largest magnitude of a row."""
+    PRODUCTS[codes].check(target)
     return activations.plan(m, k, dtype=dtype, gain=gain, norm=False, target=target, device=device, codes=codes)
 
 

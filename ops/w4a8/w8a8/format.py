@@ -16,7 +16,6 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import dlpack, weights
 from terrazzo.ops.products.direct import W8A8, W8A8_FP8
-from terrazzo.ops.w4a8 import fp8_format
 from terrazzo.ops.weight.base import Fields, Packed, Plain
 
 if TYPE_CHECKING:
@@ -220,7 +219,7 @@ class PackedWeight(Packed[QuantizedWeight], of=QuantizedWeight):
         from torch.nn.functional import pad
 
         if arch is not None:
-            check_target(Target.parse(arch), weight.form)
+            PRODUCTS[weight.form].check(Target.parse(arch))
         rows = -(-weight.n // 64) * 64
         if weight.block:
             scales = _of_groups(weight.scales).T
@@ -283,15 +282,6 @@ def layout_of() -> PackedLayout:
 def layout_identity(codes: str) -> str:
     """The bytes lie alike; what they mean is in front."""
     return f"{codes}:{layout_of().identity}"
-
-
-def check_target(target: Target, codes: str) -> None:
-    """Raise ArgumentError unless the target multiplies such bytes natively."""
-    if codes == "e4m3" and not any(target.supports(name) for name in fp8_format.INSTRUCTIONS):
-        raise ArgumentError(
-            "target", target.arch, "has no e4m3 tensor-core instruction (sm_89, sm_90a and sm_120a do)",
-            "multiply 16-bit activations there: terrazzo.ops.fp8 packs the same codes as weight-only",
-        )  # fmt: skip
 
 
 def pack(weight: QuantizedWeight, *, target: Target | str | None = None) -> PackedWeight:

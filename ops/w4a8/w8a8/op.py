@@ -19,7 +19,7 @@ from terrazzo.ops.linear.sizes import shapeless
 from terrazzo.ops.products.direct import W8A8, W8A8_FP8
 from terrazzo.ops.quantized import BlockQuantizedActivations, QuantizedActivations
 from terrazzo.ops.w4a8.w8a8 import activations as w8_activations
-from terrazzo.ops.w4a8.w8a8.format import BLOCK, CODES, PackedWeight, check_target
+from terrazzo.ops.w4a8.w8a8.format import BLOCK, CODES, PRODUCTS, PackedWeight
 from terrazzo.schedules.problem import Gemm
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Facts(plans.Facts):
         if self.experts:
             grouped.check_experts(self.experts)
         fp8_problem.of(**self.params())
-        check_target(target, "int8" if self.numerics.startswith("s8") else "e4m3")
+        PRODUCTS["int8" if self.numerics.startswith("s8") else "e4m3"].check(target)
 
     def gemm(self) -> Gemm:
         return problem(self.n, self.k, self.numerics, self.out_dtype, self.experts)

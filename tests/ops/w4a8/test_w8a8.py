@@ -189,6 +189,20 @@ def test_refusals(call, argument):
     assert error.value.remedy
 
 
+@pytest.mark.parametrize("kind", ["e4m3", "e4m3 static", "e4m3 blocks"])
+def test_a_gpu_without_e4m3_is_told_of_16_bit_activations(kind, monkeypatch):
+    """Whichever kernel is asked for first, a quantizer's or the product's."""
+    w, at = w8a8.quantize(float_weight(), **KINDS[kind]), Target.parse("sm_80")
+    monkeypatch.setattr(op.launching, "targets", lambda packed_for, device: (at, at))
+    for call in (
+        lambda: w8a8.weight_requests(w, 8, torch.float16),
+        lambda: w8a8.weight_requests(w, 8),
+        lambda: activations.requests(w, 8, "float16", at),
+    ):
+        with pytest.raises(ArgumentError, match="sm_89, sm_90a and sm_120a do.*16-bit activations.*terrazzo.ops.fp8"):
+            call()
+
+
 def test_powers_of_two_are_the_least_that_hold_every_value():
     """The quotient by 448 is a float32; one that is a power of two stays."""
     rng = torch.Generator().manual_seed(3)
