@@ -21,6 +21,8 @@ _MOST_PARTS = 200_000
 """Letters of a pattern times its counts of repeats, which `regex` writes out: more would fill the memory."""
 _LOOKS_BACK = re.compile(r"(?<!\\)(?:\\\\)*(?:\\[1-9]|\(\?(?:>|P=|\())")
 """Back references, atomic groups, conditions: exporters write none, and no limit but time bounds them."""
+_OTHERWISE = re.compile(r"(?<!\\)(?:\\\\)*{[^\d,}]|\[:")
+"""What `regex` alone reads as more than letters: errors that a match may have, `{e<=1}`, and classes, `[[:alpha:]]`."""
 
 
 def matches(pattern: str, name: str, argument: str = "pattern", *, search: bool = False) -> bool:
@@ -41,7 +43,7 @@ def matches(pattern: str, name: str, argument: str = "pattern", *, search: bool 
 
 
 def compile_pattern(pattern: str, argument: str = "pattern") -> regex.Pattern[str]:
-    """The compiled pattern; ArgumentError for what is none, and for back references and atomic groups."""
+    """The compiled pattern; ArgumentError for what is none, and for what is not followed here."""
     if not isinstance(pattern, str) or len(pattern) > LONGEST_PATTERN:
         seen = pattern[:50] + "..." if isinstance(pattern, str) else type(pattern).__name__
         constraint = f"must be a regular expression of at most {LONGEST_PATTERN} characters"
@@ -63,5 +65,8 @@ def _compiled(pattern: str, argument: str) -> regex.Pattern[str]:
         raise ArgumentError(argument, pattern, f"must be a regular expression ({said})", "correct it") from None
     if _LOOKS_BACK.search(pattern):
         constraint = "back references and atomic groups are not followed"
+        raise ArgumentError(argument, pattern, constraint, "write it without them")
+    if _OTHERWISE.search(pattern):
+        constraint = "braces without counts and classes in brackets are letters to some readers, and not to others"
         raise ArgumentError(argument, pattern, constraint, "write it without them")
     return made

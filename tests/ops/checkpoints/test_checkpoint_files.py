@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 
 import pytest
@@ -312,6 +313,18 @@ def test_patterns_that_backtrack_for_years_take_no_time(tmp_path, pattern):
 def test_patterns_that_cannot_be_bounded_are_refused(pattern):
     with pytest.raises(ArgumentError, match="pattern = "):
         matches(pattern, "a" * 100)
+
+
+@pytest.mark.parametrize("pattern", ["(?:up){e<=1}_proj", "mod.{i}", "(up){e}", "[[:alpha:]]+", "a[:digit:]"])
+def test_what_readers_take_for_different_things_is_refused(pattern):
+    """`re`, which exporters' own readers use, takes them for letters; `regex` for errors that a match may have."""
+    with pytest.raises(ArgumentError, match="letters to some readers"):
+        matches(pattern, "model.layers.0.up_proj")
+
+
+@pytest.mark.parametrize("pattern", [r".*layers\.[0-9]{1,2}\..*", r"a{,3}model", r".*\{x}|model", "[{}]|model"])
+def test_counts_and_escaped_braces_are_followed(pattern):
+    assert matches(pattern, "model.layers.0.up_proj") is bool(re.match(pattern, "model.layers.0.up_proj"))
 
 
 def test_a_pattern_that_takes_too_long_is_refused_when_its_time_is_over(monkeypatch):
