@@ -116,6 +116,10 @@ class Format:
         return module_of(self.product).quantize(weight, bias=bias, **options)
 
 
+class Family:
+    """What modules of 0.2 held of their format: their pickles name this class, and what it held is read anew."""
+
+
 def _names() -> list[str]:
     """All words that name a format."""
     found = []

@@ -152,7 +152,12 @@ class PackedModule(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": None, "_dense": None}
+        held = {name: value for name, value in self.__dict__.items() if name != "kind"}  # whose fields may change
+        return {**held, "_kept": None, "_dense": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({name: value for name, value in state.items() if name != "_family"})
+        self.kind = BY_WORD[self._facts["family"]]
 
     # -- states --------------------------------------------------------------------------------------------------------
     def _load_from_state_dict(

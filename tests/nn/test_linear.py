@@ -11,7 +11,7 @@ import torch
 from layers import BIAS, PACKED, SMOOTH, K, N, act_order, layer, weight, x
 from safetensors.torch import load, save
 from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
-from terrazzo.nn import Format, Linear
+from terrazzo.nn import Format, Linear, formats
 from terrazzo.ops import fp8, mxfp4, w4a8, w4a16, w4ax
 
 pytestmark = pytest.mark.usefixtures("oracle")
@@ -319,3 +319,13 @@ def test_what_is_no_matrix_is_refused_as_a_weight(form, shape):
 def test_a_state_with_a_smooth_vector_keeps_it_in_float32():
     made = Linear(w4a8.quantize(weight(), smooth=SMOOTH, bias=BIAS)).half()
     assert made.smooth.dtype == torch.float32 and made.bias.dtype == torch.float16
+
+
+def test_a_module_that_0_2_pickled_is_read():
+    """It held what it knew of its format; today's pickles hold nothing of a product, whose fields may change."""
+    made = Linear.from_float(torch.randn(64, 128), "w8a8")
+    assert b"terrazzo.ops.products" not in pickle.dumps(made)
+    twin = Linear.__new__(Linear)
+    twin.__setstate__(made.__getstate__() | {"_family": formats.Family()})
+    assert twin.kind is made.kind and not hasattr(twin, "_family")
+    assert torch.equal(twin.packed.dequantize(), made.packed.dequantize())
