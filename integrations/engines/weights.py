@@ -81,7 +81,7 @@ class Wanted:
 
     @property
     def operator(self) -> str:
-        """Of `ops.model_requests.OPERATORS`."""
+        """Record of the product that serves it."""
         return ACTIVATIONS[self.activations]
 
     @property

@@ -150,7 +150,7 @@ def stays(call: Callable[[], Any]) -> list[tuple[str, str]]:
 
 
 def _place(frame: FrameType) -> str:
-    """The file of a function of ours, "ops/w4a16/op.py"; else nothing."""
+    """The file of a function of ours, "ops/w4a8/op.py"; else nothing."""
     path = Path(frame.f_code.co_filename)
     if not path.is_absolute() or not path.resolve().is_relative_to(ROOT):
         return ""
