@@ -115,7 +115,7 @@ def prepare(key: tuple, m: int, choices: Choices, x: torch.Tensor, target: str |
     import torch
 
     launching.check_tokens(m)
-    at, device = launching.targets(target, x.device, "x")
+    at, device = launching.targets(target, x.device, key[0]._fields[0])  # of the operator's Call: how it names x
     kernel = launching.warm_kernel(plan(max(1, m), choices, at, device), m, choices.NAME, x.device)
     rows_, codes, *rest = launching.stand_ins(x.device, x.dtype, torch.int8, *vectors)
     made = map(launching.argument, (rows_.view(1, 1), codes.view(1, 1), *rest))

@@ -336,6 +336,15 @@ def test_other_rows_of_a_bucket_find_the_same_kernel(launched):
     assert norm.rms_norm(x(0, K), x(K)).shape == (0, K)
 
 
+def test_an_unknown_target_names_the_operators_rows(launched, monkeypatch):
+    named = []
+    monkeypatch.setattr(launching, "targets", lambda target, device, argument: named.append(argument) or 1 / 0)
+    for call in (lambda: norm.rms_norm(x(40, K), x(K)), lambda: rope_of(heads=1)):
+        with pytest.raises(ZeroDivisionError):
+            call()
+    assert named == ["x", "qkv"]
+
+
 def test_a_node_takes_a_residual_that_is_x(launched):
     h, weight = x(2, K), x(K)
     norm_torch_op.fused_add_rms_norm(h, h, weight, None, None, 1e-6, 1e-6, "llama", "", "fused", False, False)
