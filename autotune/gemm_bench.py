@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from terrazzo.lowering.request import KernelRequest
     from terrazzo.lowering.targets import Target
-    from terrazzo.ops.weights import Packed
+    from terrazzo.ops.weight.base import AnyPacked as Packed
     from terrazzo.schedules.problem import Gemm
 
 CHECKED_ROWS = 512

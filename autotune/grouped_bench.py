@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from terrazzo.lowering.request import KernelRequest
     from terrazzo.lowering.targets import Target
     from terrazzo.ops.grouped import GroupedWeight
-    from terrazzo.ops.weights import Packed
+    from terrazzo.ops.weight.base import AnyPacked as Packed
 
 MOST_COPIES = 16
 

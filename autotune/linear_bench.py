@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from terrazzo.lowering.request import KernelRequest
     from terrazzo.lowering.targets import Target
     from terrazzo.nn.products import Activations
-    from terrazzo.ops.weights import Packed
+    from terrazzo.ops.weight.base import AnyPacked as Packed
     from terrazzo.schedules.problem import Gemm
 
 Calls = dict[str, Callable[[Any, "torch.Tensor | None"], "torch.Tensor"]]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from terrazzo.autotune.gemm_bench import Shape
     from terrazzo.lowering.request import KernelRequest
-    from terrazzo.ops.weights import Packed
+    from terrazzo.ops.weight.base import AnyPacked as Packed
 
 
 Given, Copy, Expected = TypeVar("Given"), TypeVar("Copy"), TypeVar("Expected")

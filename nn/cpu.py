@@ -26,7 +26,7 @@ from torch.nn import functional
 
 if TYPE_CHECKING:
     from terrazzo.nn.products import Activations
-    from terrazzo.ops.weights import Packed
+    from terrazzo.ops.weight.base import AnyPacked as Packed
 
 FEW = 4
 """Rows for which float16 products are as fast as those of float32 in torch."""

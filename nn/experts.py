@@ -17,7 +17,8 @@ from torch import nn
 
 if TYPE_CHECKING:
     from terrazzo.nn.joined import Option
-    from terrazzo.ops.weights import Canonical, Packed
+    from terrazzo.ops.weight.base import AnyCanonical as Canonical
+    from terrazzo.ops.weight.base import AnyPacked as Packed
 
     Weights = Sequence[Packed | Canonical]
     from terrazzo.lowering.targets import Target

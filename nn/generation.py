@@ -44,13 +44,15 @@ class CausalModel(Protocol):
     """What `generate` needs of a model.
 
     Attributes:
-        decoder: embedding, layers and norm.
         max_positions: tokens that a sequence may have; None, or no such attribute, for any number.
     """
 
-    decoder: Decoder
+    @property
+    def decoder(self) -> Decoder:
+        """Embedding, layers and norm."""
 
-    def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
+    @property
+    def lm_head(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """Logits [T, vocabulary] of hidden states [T, hidden]."""
 
     def new_cache(self, sequences: int, tokens: int) -> KVCache:

@@ -18,7 +18,8 @@ from torch import nn
 
 if TYPE_CHECKING:
     from terrazzo.ops.w4ax.fmpq import BlockPlan
-    from terrazzo.ops.weights import Canonical, Packed
+    from terrazzo.ops.weight.base import AnyCanonical as Canonical
+    from terrazzo.ops.weight.base import AnyPacked as Packed
 
     Weight = Packed | Canonical
     Option = torch.Tensor | torch.dtype | BlockPlan | str | float | None

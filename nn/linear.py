@@ -17,7 +17,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from terrazzo.nn.joined import Option
-    from terrazzo.ops.weights import Packed
+    from terrazzo.ops.weight.base import AnyPacked as Packed
 
 
 class Linear(PackedModule):

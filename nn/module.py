@@ -17,7 +17,7 @@ from terrazzo.ops.weight import files
 from torch import nn
 
 if TYPE_CHECKING:
-    from terrazzo.ops.weights import Packed
+    from terrazzo.ops.weight.base import AnyPacked as Packed
 
 
 class PackedModule(nn.Module):

@@ -28,7 +28,7 @@ from terrazzo.schedules.rows import MAX_COLUMNS
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from terrazzo.ops.weights import Packed
+    from terrazzo.ops.weight.base import AnyPacked as Packed
     from torch import nn
 
 Activations = torch.Tensor | Bytes | BlockQuantizedActivations | Mixed

@@ -24,7 +24,7 @@ from terrazzo.ops.products.table import PRODUCTS
 
 if TYPE_CHECKING:
     from terrazzo.nn.architectures import Builder, Shape
-    from terrazzo.ops.weights import Packed
+    from terrazzo.ops.weight.base import AnyPacked as Packed
 
 TEXT = "pass token numbers of some text, or to the command a file of text"
 _CHUNK = {"cpu": 1 << 17, "cuda": 1 << 22}  # values whose error is computed at a time: bounds what float64 takes

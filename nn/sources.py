@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from terrazzo.nn.architectures import Shape
     from terrazzo.nn.joined import Option
     from terrazzo.nn.reading import Asked
-    from terrazzo.ops.weights import Canonical, Packed
+    from terrazzo.ops.weight.base import AnyCanonical as Canonical
+    from terrazzo.ops.weight.base import AnyPacked as Packed
 
 Shares = Sequence[Share | None]
 Floats = tuple[torch.Tensor, torch.Tensor | None]

@@ -27,9 +27,11 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from transformers import GenerationConfig, PretrainedConfig
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
     from transformers.generation.configuration_utils import GenerationMode
     from transformers.generation.utils import GenerateOutput
+else:
+    PreTrainedModel = object  # `class_of` adds the class of an architecture, which is one
 
 REFUSED = ("output_hidden_states", "output_attentions", "output_router_logits")
 """What transformers' models return on demand, and these do not keep."""
@@ -226,10 +228,11 @@ def _traced() -> bool:
     return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
-class Causal:
-    """What a Terrazzo model has beside its transformers class."""
+class Causal(PreTrainedModel):
+    """What a Terrazzo model has besides its transformers class."""
 
     model: Body
+    lm_head: nn.Module
 
     @property
     def decoder(self) -> Decoder:

@@ -255,7 +255,7 @@ def grouped_requests(
     return op.grouped_requests(n, k, experts, m=m, dtype=dtype, bias=bias, target=target, weight="u8", **facts)
 
 
-FAMILY = loaders.family_of(W8A16, pack=pack, bits=8)
+FAMILY: loaders.Family[QuantizedWeight, PackedWeight] = loaders.family_of(W8A16, pack=pack, bits=8)
 read_layer = FAMILY.read_layer
 """Canonical weight of one layer: see `Family.read_layer`."""
 load_layer = FAMILY.load_layer

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from terrazzo.lowering.request import KernelRequest
     from terrazzo.ops.grouped import GroupedWeight
-    from terrazzo.ops.weights import Packed
+    from terrazzo.ops.weight.base import AnyPacked as Packed
 
 
 class Engine(ABC):

@@ -30,7 +30,7 @@ from terrazzo.ops.products.table import BY_RECORD
 from terrazzo.schedules import rows
 
 if TYPE_CHECKING:
-    from terrazzo.ops.weights import Packed
+    from terrazzo.ops.weight.base import AnyPacked as Packed
 
 Requests = list[KernelRequest]
 LOG = logging.getLogger("terrazzo")

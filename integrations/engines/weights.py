@@ -15,7 +15,7 @@ from terrazzo.ops.products.table import PRODUCTS
 if TYPE_CHECKING:
     import torch
     from terrazzo.ops.grouped import GroupedWeight
-    from terrazzo.ops.weights import Packed
+    from terrazzo.ops.weight.base import AnyPacked as Packed
 
 Facts = tuple[str | int | bool, ...]
 GROUPS = (32, 64, 128)

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering import lazy
 
-__all__ = ["FORMATS", "Checkpoint", "Config", "Family", "Layer", "LayerConfig", "Model", "TensorFiles"]
+__all__ = ["FORMATS", "Checkpoint", "Config", "Layer", "LayerConfig", "Model", "TensorFiles"]
 
 if TYPE_CHECKING:
     from terrazzo.ops.checkpoints.config import Config
     from terrazzo.ops.checkpoints.conventions.base import LayerConfig
     from terrazzo.ops.checkpoints.conventions.table import FORMATS
     from terrazzo.ops.checkpoints.files import TensorFiles
-    from terrazzo.ops.checkpoints.loaders import Family, Layer, Model
+    from terrazzo.ops.checkpoints.loaders import Layer, Model
     from terrazzo.ops.checkpoints.reader import Checkpoint
 else:
     __getattr__, __dir__ = lazy.attach(
@@ -32,7 +32,7 @@ else:
             "conventions.base": "LayerConfig",
             "conventions.table": "FORMATS",
             "files": "TensorFiles",
-            "loaders": "Family Layer Model",
+            "loaders": "Layer Model",
             "reader": "Checkpoint",
         },
     )

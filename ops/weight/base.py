@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 Weight = TypeVar("Weight", bound="Canonical[Any] | Packed[Any]")
 Form = TypeVar("Form")
 """The other form of a weight."""
+AnyCanonical: TypeAlias = "Canonical[Any]"
+AnyPacked: TypeAlias = "Packed[Any]"
+"""Weights of whatever product."""
 Fields: TypeAlias = "dict[str, torch.Tensor | str | None]"
 """Of a form: name -> value."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from terrazzo.ops.call.linear import Linear
 from terrazzo.ops.grouped import GroupedWeight
@@ -20,21 +20,21 @@ class Calls(Linear):
 
     families, packed, scales = "w4a16, w8a16, mxfp4, nvfp4 or fp8", WeightOnly, "params"
 
-    def name(self, w: WeightOnly) -> str:
+    def name(self, w: WeightOnly[Any]) -> str:
         return of_codes(w.format).record
 
-    def facts(self, w: WeightOnly) -> tuple:
+    def facts(self, w: WeightOnly[Any]) -> tuple:
         return w.weight, w.n, w.k, w.group_size, w.symmetric, w.scale_dtype, w.target, w.layout
 
-    def check_choices(self, w: WeightOnly, out_dtype: str, numerics: str) -> None:
+    def check_choices(self, w: WeightOnly[Any], out_dtype: str, numerics: str) -> None:
         op.check_numerics(numerics, w.weight)
 
-    def product(self, w: WeightOnly, key: tuple, experts: int) -> op.Facts:
+    def product(self, w: WeightOnly[Any], key: tuple, experts: int) -> op.Facts:
         _, _, dtype, numerics, no_bias, _ = key[-6:]
         return op.facts_of(w, str(dtype)[6:], numerics, not no_bias, experts)
 
     def node(
-        self, x: torch.Tensor, w: WeightOnly, bias: torch.Tensor | None,
+        self, x: torch.Tensor, w: WeightOnly[Any], bias: torch.Tensor | None,
         out_dtype: torch.dtype | None, numerics: str, offsets: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         from terrazzo.ops.weight_only import torch_op
@@ -47,7 +47,7 @@ CALLS = Calls()
 
 def gemm(
     x: Array,
-    w: WeightOnly,
+    w: WeightOnly[Any],
     *,
     bias: SupportsDLPack | None = None,
     out: SupportsDLPack | None = None,

@@ -115,7 +115,7 @@ class Facts(plans.Facts):
         return stand_in(request)
 
 
-def facts_of(w: WeightOnly, dtype: str, numerics: str, bias: bool, experts: int = 0) -> Facts:
+def facts_of(w: WeightOnly[Any], dtype: str, numerics: str, bias: bool, experts: int = 0) -> Facts:
     """Of a packed weight."""
     own = dict(group_size=w.group_size, symmetric=w.symmetric, scale_dtype=w.scale_dtype, weight=w.weight)
     return Facts(w.n, w.k, **own, dtype=dtype, numerics=numerics, bias=bias, experts=experts)
@@ -217,7 +217,7 @@ def grouped_requests(
 
 
 def weight_requests(
-    w: WeightOnly, m: int | Sequence[int], dtype: torch.dtype, numerics: str = "auto", bias: bool | None = None
+    w: WeightOnly[Any], m: int | Sequence[int], dtype: torch.dtype, numerics: str = "auto", bias: bool | None = None
 ) -> list[KernelRequest]:
     """The kernels that `gemm` will use for `w` and these M on the current GPU, to compile them up front.
 

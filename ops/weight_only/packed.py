@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.linear.operand import FACTOR_BYTES
@@ -141,11 +141,11 @@ def layout_identity(weight: str) -> str:
     return layout_of(get_codes(weight)).identity
 
 
-def kind_of(weight: str) -> type[WeightOnly]:
+def kind_of(weight: str) -> type[WeightOnly[Any]]:
     """The class of packed weights of a format."""
     return import_module(f"terrazzo.ops.{of_codes(weight).module}").PackedWeight
 
 
-def facts_of(w: WeightOnly) -> dict[str, int | bool | str]:
+def facts_of(w: WeightOnly[Any]) -> dict[str, int | bool | str]:
     """What chooses a weight's kernels besides its sizes."""
     return dict(group_size=w.group_size, symmetric=w.symmetric, scale_dtype=w.scale_dtype, weight=w.weight)

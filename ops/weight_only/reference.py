@@ -6,7 +6,7 @@ core; the row's factor and the bias enter in f32, and the result is rounded once
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from terrazzo.ops.products.ways import choose_way
 from terrazzo.ops.quantized import rounding_error
@@ -20,7 +20,7 @@ STEP_K, STEP_UNITS = 16, 20
 
 
 def gemm(
-    x: torch.Tensor, weight: QuantizedWeight | WeightOnly, numerics: str, bias: torch.Tensor | None = None
+    x: torch.Tensor, weight: QuantizedWeight | WeightOnly[Any], numerics: str, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """float64 [..., N], unrounded: x [..., K] times the dequantized weight, plus `bias` (else the weight's own).
 
@@ -34,7 +34,7 @@ def gemm(
 
 
 def forward(
-    x: torch.Tensor, weight: QuantizedWeight | WeightOnly, bias: torch.Tensor | None = None, numerics: str = "auto"
+    x: torch.Tensor, weight: QuantizedWeight | WeightOnly[Any], bias: torch.Tensor | None = None, numerics: str = "auto"
 ) -> torch.Tensor:
     """y [..., N] in x's dtype, `gemm` rounded once: what the operator returns, in torch on x's device.
 
@@ -48,7 +48,7 @@ def forward(
 
 def forward_error_bound(
     x: torch.Tensor,
-    weight: QuantizedWeight | WeightOnly,
+    weight: QuantizedWeight | WeightOnly[Any],
     numerics: str,
     bias: torch.Tensor | None = None,
     *,

@@ -24,10 +24,10 @@ class _Node(Node):
             operator, "weight_only", f"x words params perm? {facts}", f"x words params expert_offsets {facts}"
         )
 
-    def values(self, x: torch.Tensor, w: WeightOnly, numerics: str) -> dict[str, Any]:
+    def values(self, x: torch.Tensor, w: WeightOnly[Any], numerics: str) -> dict[str, Any]:
         return dict(x=x, numerics=numerics)
 
-    def weight(self, given: Mapping[str, Any]) -> WeightOnly:
+    def weight(self, given: Mapping[str, Any]) -> WeightOnly[Any]:
         kind = kind_of(self.of)
         own = {**given, "weight": self.of, "target": given["target"] or None, "bias": None}
         return kind(**{field.name: own[field.name] for field in fields(kind) if field.name in own})
@@ -39,7 +39,7 @@ class _Node(Node):
         return given["numerics"]
 
     def reference(
-        self, x: torch.Tensor, w: WeightOnly, bias: torch.Tensor | None, out_dtype: torch.dtype, numerics: str
+        self, x: torch.Tensor, w: WeightOnly[Any], bias: torch.Tensor | None, out_dtype: torch.dtype, numerics: str
     ) -> torch.Tensor:
         return reference.forward(x, w, bias, numerics)
 
@@ -48,7 +48,7 @@ NODES = {name: _Node(name, of_codes(codes).record) for name, codes in WIDE.items
 
 
 def call(
-    x: torch.Tensor, w: WeightOnly, bias: torch.Tensor | None, out_dtype: torch.dtype | None, numerics: str,
+    x: torch.Tensor, w: WeightOnly[Any], bias: torch.Tensor | None, out_dtype: torch.dtype | None, numerics: str,
     offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """A node, see `Linear.node`; y has the dtype of x."""
