@@ -354,11 +354,11 @@ class Linear(ABC):
         return y if written is y else y.copy_(written)
 
     def prepare(self, kept: dict, key: tuple, x: Any, held: torch.Tensor, w: Any, experts: int = 0) -> tuple:
-        """Kernel, its launcher, arguments ahead of y and behind it, a stand-in for no bias, tokens of a launch, and
+        """Kernel, its launcher, arguments ahead of y and after it, a stand-in for no bias, tokens of a launch, and
         stand-ins for what else is not read; kept."""
         import torch
 
-        m, at, out_dtype, choices = key[-6:-2]
+        m, at, out_dtype, choices = key[-6:-2]  # of both kinds of keys: those of experts have more in front
         self._check_options(w, out_dtype, choices)
         if held is not x:
             self.check_tensors(x)
