@@ -37,8 +37,8 @@ _idle_lock = threading.Lock()
 def search_path() -> list[str]:
     """sys.path of this process for another one: absolute, without the working directory unless PYTHONPATH names it.
 
-    A checkout in which this process works, and from which it runs terrazzo (an editable install may be a line of
-    sys.path), stays, behind all others.
+    Where this process's terrazzo comes from is the first entry that holds one. Thus a worker of one checkout does not
+    build kernels of another one, whose editable install may be a line of sys.path.
     """
     named = [os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     try:
@@ -46,10 +46,13 @@ def search_path() -> list[str]:
     except OSError:  # it was removed
         here = ""
     paths = [os.path.abspath(entry) for entry in sys.path if entry]
-    if here in named:
-        return paths
+    paths = [entry for entry in paths if entry != here or here in named]
     own = os.path.dirname(os.path.dirname(os.path.abspath(sys.modules["terrazzo"].__file__)))
-    return [entry for entry in paths if entry != here] + [here] * (here == own)
+    holding = [entry for entry in paths if os.path.isdir(os.path.join(entry, "terrazzo"))]
+    if holding[:1] == [own]:
+        return paths
+    at = paths.index(holding[0]) if holding else len(paths)
+    return [*paths[:at], own, *paths[at:]]
 
 
 class WorkerProcess:

@@ -13,6 +13,7 @@ from terrazzo.nn.formats import Format, facts_of, module_of, plain_fields
 from terrazzo.nn.module import PackedModule, stored_weight
 from terrazzo.ops import weights
 from terrazzo.ops.products.planes import UNIT_K, Size
+from terrazzo.ops.weight_only.entry import CALLS as WIDE
 from torch import nn
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class Linear(PackedModule):
             "weight": codes.name, "codes": codes.name, "block": size < k, "scale_dtype": scale,
             "symmetric": form.symmetric, "blocks8": blocks8, "order": order,
         }  # fmt: skip
-        own = Size(n, k, group, scale, codes.symmetric and not form.symmetric)
+        own = Size(n, k, group, scale, codes.symmetric and not form.symmetric, size < k)
         vectors = {
             "bias": (bias, n, dtype), "perm": (act_order, k, torch.int32), "smooth": (smooth, k, torch.float32),
             "permutation": (bool(order), own.units * UNIT_K, torch.int32),
@@ -148,4 +149,6 @@ class Linear(PackedModule):
             found = self.on_cpu(x, out_dtype)
             if found is not None:
                 return found
+        elif self.wide:
+            return WIDE.gemm(x, self.packed, None, None, None, WIDE.usual)
         return products.gemm(x, self.packed, out_dtype)

@@ -29,6 +29,9 @@ class PackedModule(nn.Module):
 
     Args:
         packed: a PackedWeight of w4a16, w4a8, w4a8.fp8 or w4ax, or a GroupedWeight. Its tensors become the buffers.
+
+    Attributes:
+        wide: whether products read 16-bit activations.
     """
 
     def __init__(self, packed: Packed | GroupedWeight) -> None:
@@ -37,6 +40,7 @@ class PackedModule(nn.Module):
         one = packed.stacked if grouped else packed
         self._facts = formats.facts_of(one) | ({"experts": len(packed)} if grouped else {})
         self.kind = formats.product_of(one)
+        self.wide = self.kind.wide
         buffers = {"weight_format": formats.encoded(self._facts).to(one.words.device)}
         buffers |= {name: getattr(one, name) for name in formats.tensors_of(self.kind)}
         for name in sorted(buffers, key=lambda name: buffers[name] is None):  # torch.export counts buffers up to None
@@ -158,6 +162,7 @@ class PackedModule(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({name: value for name, value in state.items() if name != "_family"})
         self.kind = BY_WORD[self._facts["family"]]
+        self.wide = self.kind.wide
 
     # -- states --------------------------------------------------------------------------------------------------------
     def _load_from_state_dict(
@@ -183,7 +188,7 @@ class PackedModule(nn.Module):
     @property
     def takes_norm(self) -> bool:
         """Whether activations are quantized for the weight, in a kernel that can take RMSNorm in."""
-        return not self.kind.wide
+        return not self.wide
 
     @property
     def format(self) -> Format:

@@ -48,8 +48,6 @@ def gemm(x: Activations, w: Packed, out_dtype: torch.dtype | None = None) -> tor
     Raises:
         ArgumentError: see the operator's `gemm`.
     """
-    if isinstance(w, WeightOnly) and type(x) is torch.Tensor and x.is_cuda:
-        return weight_only.gemm(x, w)
     operator = _operator(w)
     if on_kernels(x):
         return operator.gemm(x, w) if isinstance(x, torch.Tensor) else operator.gemm(x, w, out_dtype=out_dtype)
@@ -126,13 +124,12 @@ def in_rows(x: torch.Tensor, parts: int = 1) -> bool:
 def rows_form(layer: nn.Module) -> Form | None:
     """`quant`, `smooth` and `target` with which kernels on rows make what a layer multiplies; None for W4Ax. What they
     do not make, static codes and zero points of W8A8, the layer makes of 16 bits."""
-    w = getattr(layer, "packed", None)
-    if isinstance(w, GroupedWeight):
-        w = w.stacked
+    if getattr(layer, "wide", True):
+        return {}
+    w = layer.packed
+    w = w.stacked if isinstance(w, GroupedWeight) else w
     if isinstance(w, W4Ax):
         return None
-    if w is None or isinstance(w, WeightOnly):
-        return {}
     form = dict(quant=w.ACTIVATIONS, smooth=w.smooth, target="sm_80" if w.target == "sm_80" else None)
     if isinstance(w, W8A8):
         own = {"e4m3_block128": {"column_scales": True}, "": {}}.get(w8a8_activations.form_of(w))

@@ -167,7 +167,7 @@ def run(
         key = (
             Call, x.dtype, x.layout, index, rows.bucket(launching.detect(index), m), len(shape), shape[-1],
             smooth is not None and row_calls.seen(smooth), offsets is not None and row_calls.seen(offsets),
-            type(column_scales), *call[3:],
+            type(column_scales), type(alpha), type(limit), *call[3:],
         )  # fmt: skip
         found = row_calls.ready.get(key)
     except row_calls.UNFIT:

@@ -1,6 +1,6 @@
 """y = x w^T of packed weights of every kind: the public calls' arguments, what is kept ready, and the launch.
 
-A warm call is `Linear.gemm` and `Linear.run`: what an equal call has passed before is not checked again.
+A warm call is `Linear.gemm`: what an equal call has passed before is not checked again.
 """
 
 from __future__ import annotations
@@ -129,14 +129,21 @@ class Linear(ABC):
         out: torch.Tensor | None,
         out_dtype: torch.dtype | None,
         choices: Choices,
+        inside: bool = False,
     ) -> torch.Tensor:
-        """y[..., N] = x[..., K] w[N, K]^T + bias: launched, or a node of a graph that is traced."""
+        """y[..., N] = x[..., K] w[N, K]^T + bias: launched, or a node of a graph that is traced.
+
+        What is ready to launch is kept by M, device, stream, dtype of y, choices, and what there is of bias and zeros.
+
+        Args:
+            inside: whether a node calls, whose tensors torch has dispatched.
+        """
         import torch
 
         if not isinstance(w, self.packed):
             raise launching.not_packed(w, self.families)
         held = getattr(x, self.plane) if isinstance(x, self.quantized) else x
-        if (
+        if not inside and (
             torch.compiler.is_compiling()
             or type(held) is not torch.Tensor
             or held.layout is not torch.strided
@@ -147,24 +154,6 @@ class Linear(ABC):
             launching.check_tensor(held, "x", "[..., {}]" + self.given, w.k)
             if launching.is_traced(held):
                 return self._traced(x, held, w, bias, out, out_dtype, choices)
-        return self.run(x, held, w, bias, out, out_dtype, choices)
-
-    def run(
-        self,
-        x: Any,
-        held: torch.Tensor,
-        w: Any,
-        bias: torch.Tensor | None,
-        out: torch.Tensor | None,
-        out_dtype: torch.dtype | None,
-        choices: Choices,
-    ) -> torch.Tensor:
-        """The eager path of `gemm`; `held` is x, or the codes of quantized x.
-
-        What is ready to launch is kept by M, device, stream, dtype of y, choices, and what there is of bias and zeros.
-        """
-        import torch
-
         shape, n, k, wide = x.shape, w.n, w.k, self.wide
         if not shape or shape[-1] != k:
             launching.check_last(x, k)

@@ -4,7 +4,8 @@ torch.export and fake tensors see."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections import namedtuple
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.ops import launching
@@ -13,8 +14,6 @@ from terrazzo.ops.grouped import GroupedWeight, check_dtype
 
 if TYPE_CHECKING:
     import torch
-
-    Given = Mapping[str, Any]
 
 TYPES = {
     **dict.fromkeys(("n", "k", "group_size", "blocks8", "m"), "SymInt"),
@@ -31,30 +30,31 @@ class Node(ABC):
 
     Args:
         name: what they begin with. room: whose calls they run.
-        gemm, experts: their arguments; a question mark stands behind those that may be None. A weight's own fields are
+        gemm, experts: their arguments, with a question mark after each one that may be None. A weight's own fields are
             taken from it, what else there is from `values`.
+
+    Arguments are handed on as a `given` tuple that has their names.
     """
 
     def __init__(self, name: str, room: str, gemm: str, experts: str) -> None:
         self.name, self.room = name, room
-        self.gemm, self.experts = (
-            self._register(*it) for it in ((f"{name}_gemm", gemm), (f"{name}_grouped_gemm", experts))
-        )
+        self.gemm = self._register(f"{name}_gemm", gemm)
+        self.experts = self._register(f"{name}_grouped_gemm", experts)
 
     @abstractmethod
     def values(self, x: Any, w: Any, choices: Choices) -> dict[str, Any]:
         """Arguments by name."""
 
     @abstractmethod
-    def weight(self, given: Given) -> Any:
+    def weight(self, given: Any) -> Any:
         """The packed weight that arguments are of."""
 
     @abstractmethod
-    def activations(self, given: Given) -> Any:
+    def activations(self, given: Any) -> Any:
         """The quantized activations, or x."""
 
     @abstractmethod
-    def choices(self, given: Given) -> Choices:
+    def choices(self, given: Any) -> Choices:
         """As `Linear.gemm` takes them."""
 
     @abstractmethod
@@ -86,21 +86,22 @@ class Node(ABC):
         names = tuple(it.removesuffix("?") for it in arguments.split())
         kinds = [TYPES.get(it, "Tensor?" if it.endswith("?") else "Tensor") for it in arguments.split()]
         schema = f"({', '.join(map(' '.join, zip(kinds, names)))}) -> Tensor"
-        run = lambda *values: self._run(dict(zip(names, values)))
+        given = partial(tuple.__new__, namedtuple(name, names))
+        run = lambda *values: self._run(given(values))
         made = torch.library.custom_op(f"terrazzo::{name}", run, mutates_args=(), schema=schema)
-        made.register_fake(lambda *values: self._fake(dict(zip(names, values))))
+        made.register_fake(lambda *values: self._fake(given(values)))
         return names
 
-    def _run(self, given: Given) -> torch.Tensor:
+    def _run(self, given: Any) -> torch.Tensor:
         import torch
 
-        calls, bias, offsets = calls_of(self.room), given["bias"], given.get("expert_offsets")
+        calls, bias, offsets = calls_of(self.room), given.bias, getattr(given, "expert_offsets", None)
         w, x, choices = self.weight(given), self.activations(given), self.choices(given)
         held = x if calls.wide else getattr(x, calls.plane)
-        out_dtype = given.get("out_dtype", held.dtype)
+        out_dtype = getattr(given, "out_dtype", held.dtype)
         if offsets is None:
             if held.is_cuda:
-                return calls.run(x, held, w, bias, None, out_dtype, choices)
+                return calls.gemm(x, w, bias, None, out_dtype, choices, True)
             return self.reference(x, w, bias, out_dtype, choices)
         stack = GroupedWeight(w)
         if held.is_cuda:
@@ -112,10 +113,10 @@ class Node(ABC):
         product = lambda rows, one, own: self.reference(some(rows), one, own, out_dtype, choices)
         return stack.reference(product, torch.arange(len(held), device=held.device), offsets, bias)
 
-    def _fake(self, given: Given) -> torch.Tensor:
-        if "x" in given:
-            x = given["x"]
-            launching.check_last(x, given["k"])
-            return x.new_empty((*x.shape[:-1], given["n"]))
-        held = given.get("q8", given.get("q"))
-        return held.new_empty((given.get("m", held.shape[0]), given["n"]), dtype=given["out_dtype"])
+    def _fake(self, given: Any) -> torch.Tensor:
+        if calls_of(self.room).wide:
+            x = given.x
+            launching.check_last(x, given.k)
+            return x.new_empty((*x.shape[:-1], given.n))
+        held = getattr(given, calls_of(self.room).plane)
+        return held.new_empty((getattr(given, "m", held.shape[0]), given.n), dtype=given.out_dtype)

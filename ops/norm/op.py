@@ -151,7 +151,7 @@ def run(
         key = (
             Call, x.dtype, x.layout, index, rows.bucket(launching.detect(index), m), k,
             row_calls.seen(weight), post is not None and row_calls.seen(post),
-            smooth is not None and row_calls.seen(smooth), type(column_scales), *call[5:],
+            smooth is not None and row_calls.seen(smooth), type(column_scales), type(eps), type(post_eps), *call[5:],
             residual is not None and row_calls.seen(residual, residual.shape == shape),
         )  # fmt: skip
         found = row_calls.ready.get(key)

@@ -15,13 +15,14 @@ _FACTOR_BYTES = BLOCK_ROWS * 4
 @dataclass(frozen=True)
 class Size:
     """Of a weight [n, k]. group: k of a scale, k or more for one. scale_dtype: of packed scales. zeros: whether zero
-    points are stored."""
+    points are stored. block: whether scales are those of blocks, even where k is one block."""
 
     n: int
     k: int
     group: int
     scale_dtype: str = ""
     zeros: bool = False
+    block: bool = False
 
     @property
     def row_blocks(self) -> int:
@@ -94,7 +95,7 @@ def scales_and_sums(codes: Codes, size: Size) -> Shape:
 
 def row_or_block_scales(codes: Codes, size: Size) -> Shape:
     """A scale for each row, or for each 128 k of 16 rows."""
-    return (size.units, size.row_blocks * 4) if size.group < size.k else (1, size.rows)
+    return (size.units, size.row_blocks * 4) if size.block else (1, size.rows)
 
 
 _WORDS, _PARAMS, _BIAS = Plane("words", "int32", block_words), Plane("params", "uint8", record_bytes), Plane("bias", "")

@@ -158,7 +158,7 @@ def run(call: Call, new: bool = False) -> tuple[torch.Tensor, torch.Tensor] | No
             row_calls.seen(sin, sin.shape == cos.shape),
             len(cos) >= m if positions is None else row_calls.seen(positions, positions.shape == (m,)),
             q_weight is not None and row_calls.seen(q_weight), k_weight is not None and row_calls.seen(k_weight),
-            *map(type, call[6:10]), *call[6:],
+            *map(type, call[6:10]), type(eps), *call[6:],
         )  # fmt: skip
         found = row_calls.ready.get(key)
     except row_calls.UNFIT:

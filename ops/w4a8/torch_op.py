@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -33,6 +32,7 @@ class _Node(Node):
     """Of int8 activations, or of e4m3 ones, which have neither row sums nor a choice of dequantization."""
 
     def __init__(self, name: str, sums: str, dequantization: str) -> None:
+        self.sums = bool(sums)
         head, facts = f"q scales {sums} words channel_scales", "n k group_size layout target out_dtype"
         gemm, experts = (
             f"{head} bias? {facts} {dequantization}",
@@ -44,18 +44,17 @@ class _Node(Node):
         own = dict(q=x.q, scales=x.scales, row_sums=x.row_sums)
         return own | dict(dequantization=choices[0], pipeline=choices[1])
 
-    def weight(self, given: Mapping[str, Any]) -> Weight:
-        layout = given["layout"]
-        kind = PackedWeight if "row_sums" in given else mxfp4_format.of_e4m3(layout)
-        sizes = given["n"], given["k"], given["group_size"]
-        return kind(given["words"], given["channel_scales"], *sizes, layout, None, None, given["target"] or None)
+    def weight(self, given: Any) -> Weight:
+        kind = PackedWeight if self.sums else mxfp4_format.of_e4m3(given.layout)
+        sizes = given.n, given.k, given.group_size
+        return kind(given.words, given.channel_scales, *sizes, given.layout, None, None, given.target or None)
 
-    def activations(self, given: Mapping[str, Any]) -> QuantizedActivations:
-        q = given["q"]
-        return QuantizedActivations(q, given["scales"], given.get("row_sums"), (q.shape[0], given["k"]))
+    def activations(self, given: Any) -> QuantizedActivations:
+        sums = given.row_sums if self.sums else None
+        return QuantizedActivations(given.q, given.scales, sums, (given.q.shape[0], given.k))
 
-    def choices(self, given: Mapping[str, Any]) -> tuple[str, str]:
-        return given.get("dequantization", "auto"), given.get("pipeline", "imfp")
+    def choices(self, given: Any) -> tuple[str, str]:
+        return getattr(given, "dequantization", "auto"), getattr(given, "pipeline", "imfp")
 
     def reference(
         self, x: QuantizedActivations, w: Weight, bias: torch.Tensor | None, out_dtype: torch.dtype,

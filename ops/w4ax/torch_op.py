@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -44,15 +43,15 @@ class _Node(Node):
     def values(self, x: QuantizedActivations, w: PackedWeight, choices: None) -> dict[str, Any]:
         return dict(q4=x.q4, q8=x.q8, scales=x.scales, m=x.m, x_order=x.order, granularity=x.granularity)
 
-    def weight(self, given: Mapping[str, Any]) -> PackedWeight:
-        facts = (given[name] for name in ("words", "n", "k", "blocks8", "layout", "target", "order"))
-        return PackedWeight(*facts, channel_scales=given["channel_scales"])
+    def weight(self, given: Any) -> PackedWeight:
+        facts = given.n, given.k, given.blocks8, given.layout, given.target, given.order
+        return PackedWeight(given.words, *facts, channel_scales=given.channel_scales)
 
-    def activations(self, given: Mapping[str, Any]) -> QuantizedActivations:
-        planes, shape = (given[name] for name in ("q4", "q8", "scales")), (given["m"], given["k"])
-        return QuantizedActivations(*planes, shape, given["blocks8"], given["x_order"], given["granularity"])
+    def activations(self, given: Any) -> QuantizedActivations:
+        facts = (given.m, given.k), given.blocks8, given.x_order, given.granularity
+        return QuantizedActivations(given.q4, given.q8, given.scales, *facts)
 
-    def choices(self, given: Mapping[str, Any]) -> None:
+    def choices(self, given: Any) -> None:
         return None
 
     def reference(

@@ -123,7 +123,8 @@ class Packed(Sharded, Generic[Form]):
     def _shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Plane -> its shape and dtype, of planes that follow from n, k and the plain fields."""
         product, zeros = self._product, not getattr(self, "symmetric", True)
-        size = Size(self.n, self.k, group_of(self), getattr(self, "scale_dtype", ""), zeros)
+        own = getattr(self, "scale_dtype", ""), zeros, getattr(self, "block", False)
+        size = Size(self.n, self.k, group_of(self), *own)
         shapes = product.shapes(size)
         return {plane.name: (shapes[plane.name], plane.dtype) for plane in product.planes if plane.name in shapes}
 

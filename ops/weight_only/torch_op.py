@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -18,7 +17,8 @@ class _Node(Node):
     """Of a format."""
 
     def __init__(self, weight: str, operator: str) -> None:
-        self.of = weight
+        self.of, self.kind = weight, kind_of(weight)
+        self.own = [field.name for field in fields(self.kind) if field.name not in ("bias", "target")]
         facts = "bias? n k group_size scale_dtype symmetric layout target numerics"
         super().__init__(
             operator, "weight_only", f"x words params perm? {facts}", f"x words params expert_offsets {facts}"
@@ -27,16 +27,15 @@ class _Node(Node):
     def values(self, x: torch.Tensor, w: WeightOnly[Any], numerics: str) -> dict[str, Any]:
         return dict(x=x, numerics=numerics)
 
-    def weight(self, given: Mapping[str, Any]) -> WeightOnly[Any]:
-        kind = kind_of(self.of)
-        own = {**given, "weight": self.of, "target": given["target"] or None, "bias": None}
-        return kind(**{field.name: own[field.name] for field in fields(kind) if field.name in own})
+    def weight(self, given: Any) -> WeightOnly[Any]:
+        own = [self.of if name == "weight" else getattr(given, name, None) for name in self.own]
+        return self.kind(*own, target=given.target or None)
 
-    def activations(self, given: Mapping[str, Any]) -> torch.Tensor:
-        return given["x"]
+    def activations(self, given: Any) -> torch.Tensor:
+        return given.x
 
-    def choices(self, given: Mapping[str, Any]) -> str:
-        return given["numerics"]
+    def choices(self, given: Any) -> str:
+        return given.numerics
 
     def reference(
         self, x: torch.Tensor, w: WeightOnly[Any], bias: torch.Tensor | None, out_dtype: torch.dtype, numerics: str

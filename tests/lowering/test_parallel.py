@@ -112,3 +112,17 @@ def test_a_checkout_stays_on_the_path_and_another_working_directory_does_not(tmp
     assert search_path() == [root, "/elsewhere"]
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert search_path() == [str(tmp_path), root, "/elsewhere"]
+
+
+def test_a_worker_of_one_checkout_imports_no_other_one(tmp_path, monkeypatch):
+    """`python -m pytest` in a second checkout of an environment that has the first one installed as editable."""
+    root, other = str(Path(terrazzo.__file__).parents[1]), tmp_path / "other"
+    (other / "terrazzo").mkdir(parents=True)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.chdir(root)
+    for path in ([root, "/first", str(other)], ["", "/first", str(other)], ["/first", str(other), root]):
+        monkeypatch.setattr(sys, "path", path)
+        assert search_path() == ["/first", root, str(other)]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", "/first", str(other)])
+    assert search_path() == ["/first", root, str(other)]  # the process was started in its checkout, and went on

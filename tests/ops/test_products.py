@@ -74,7 +74,8 @@ def test_its_planes_have_the_shapes_of_packed_weights(product: Product):
     own, zeros = product.codes, (False, True) if product.codes.symmetric else (False,)
     for n, k, has in every((64, 1000), (256, 1000, 4096), zeros):
         for group, scale in every((*own.groups, *[k] * own.one_group), own.scales):
-            found = tuple(product.shapes(Size(n, k, group, scale, has)).values())
+            block = product.direct and group < k
+            found = tuple(product.shapes(Size(n, k, group, scale, has, block)).values())
             if product.wide:
                 dtype, whole = scale if scale in HALVES else HALVES[0], group >= k and own.one_group
                 numerics = choose_way(own, scale, dtype, False).name
@@ -83,7 +84,7 @@ def test_its_planes_have_the_shapes_of_packed_weights(product: Product):
                 assert found[1] == (read.records(-(-k // 128) * 128), -(-n // 64), read.record_bytes)
             elif product.direct:
                 codes = torch.zeros(n, k, dtype=torch.int8).view(getattr(torch, product.x.code))
-                scales = torch.ones(-(-n // 128), -(-k // 128)) if group < k else torch.ones(n)
+                scales = torch.ones(-(-n // 128), -(-k // 128)) if block else torch.ones(n)
                 packed = w8a8.QuantizedWeight.canonical(codes, scales).pack()
                 assert found == (tuple(packed.words.shape), tuple(packed.scales.shape))
             elif product.planned:

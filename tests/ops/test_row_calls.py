@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from terrazzo.lowering.errors import ArgumentError
@@ -323,6 +324,27 @@ def test_bad_input_is_named_where_good_input_was_launched(name, launched):
     with pytest.raises(ArgumentError) as caught:
         call()
     assert caught.value.argument == argument and (len(launched), len(row_calls.ready)) == (count, known)
+
+
+@pytest.mark.parametrize(
+    ("argument", "call"),
+    [
+        ("eps", lambda value: norm.rms_norm(x(2, K), x(K), eps=value)),
+        (
+            "eps",
+            lambda value: norm.fused_add_rms_norm(x(2, K), x(2, K, seed=1), x(K), post_eps=value, post_weight=x(K)),
+        ),
+        ("alpha", lambda value: activation.act_and_mul(x(2, K), alpha=value)),
+        ("limit", lambda value: activation.act_and_mul(x(2, K), limit=value)),
+        ("eps", lambda value: rope_of(eps=value)),
+    ],
+)
+def test_a_number_of_numpy_is_refused_where_an_equal_one_was_launched(argument, call, launched):
+    call(7.0)
+    for _ in range(2):
+        with pytest.raises(ArgumentError) as caught:
+            call(np.float32(7.0))
+        assert caught.value.argument == argument
 
 
 def test_other_rows_of_a_bucket_find_the_same_kernel(launched):

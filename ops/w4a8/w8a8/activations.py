@@ -75,7 +75,12 @@ def run(x: torch.Tensor, w: PackedWeight) -> Activations:
     form = form_of(w)
     if not form and x.is_cuda:
         at = "sm_80" if w.target == "sm_80" else None
-        return activations.run(x, w.smooth, None, 0.0, None, at, w.codes)
+        try:
+            return activations.run(x, w.smooth, None, 0.0, None, at, w.codes)
+        except ArgumentError as error:  # of a target: what to do instead is W8A8's own
+            if error.argument == "target":
+                PRODUCTS[w.codes].check(launching.targets(at, x.device)[0])
+            raise
     launching.check_no_grad(x, "quantize_activations")
     dtype = weights.dtype_name(x)
     if dtype not in activations.DTYPES:

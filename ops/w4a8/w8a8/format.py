@@ -264,11 +264,6 @@ class PackedWeight(Packed[QuantizedWeight], of=QuantizedWeight):
             if 127 in largest[:1] or 255 in largest[1:]:
                 raise ArgumentError("words", "NaN", "its codes must be numbers", "the file is damaged: get it again")
 
-    def _shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """See `Packed`; of blocks also where there is one along K, as a shard may have."""
-        blocks = {"scales": ((-(-self.k // BLOCK), -(-self.n // 64) * 64 // ROW_GROUP), "float32")}
-        return super()._shapes() | (blocks if self.block else {})
-
     _summary = QuantizedWeight._summary
 
 

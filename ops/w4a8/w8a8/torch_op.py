@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -45,19 +44,18 @@ class _Node(Node):
         own = dict(q=x.q, scales=x.scales, zeros=getattr(x, "zeros", None))
         return own | dict(channel_scales=w.scales, accumulate=accumulate)
 
-    def weight(self, given: Mapping[str, Any]) -> PackedWeight:
-        facts = (given[name] for name in ("words", "channel_scales", "n", "k", "codes", "block", "layout"))
-        return PackedWeight(*facts, target=given["target"] or None)
+    def weight(self, given: Any) -> PackedWeight:
+        facts = given.n, given.k, given.codes, given.block, given.layout
+        return PackedWeight(given.words, given.channel_scales, *facts, target=given.target or None)
 
-    def activations(self, given: Mapping[str, Any]) -> Activations:
-        q, scales = given["q"], given["scales"]
-        shape = (q.shape[0], given["k"])
-        if given["block"]:
-            return BlockQuantizedActivations(q, scales, shape, True)
-        return QuantizedActivations(q, scales, None, shape, given["zeros"])
+    def activations(self, given: Any) -> Activations:
+        shape = (given.q.shape[0], given.k)
+        if given.block:
+            return BlockQuantizedActivations(given.q, given.scales, shape, True)
+        return QuantizedActivations(given.q, given.scales, None, shape, given.zeros)
 
-    def choices(self, given: Mapping[str, Any]) -> str:
-        return given["accumulate"]
+    def choices(self, given: Any) -> str:
+        return given.accumulate
 
     def reference(
         self, x: Activations, w: PackedWeight, bias: torch.Tensor | None, out_dtype: torch.dtype, accumulate: str

@@ -193,8 +193,12 @@ def test_refusals(call, argument):
 def test_a_gpu_without_e4m3_is_told_of_16_bit_activations(kind, monkeypatch):
     """Whichever kernel is asked for first, a quantizer's or the product's."""
     w, at = w8a8.quantize(float_weight(), **KINDS[kind]), Target.parse("sm_80")
-    monkeypatch.setattr(op.launching, "targets", lambda packed_for, device: (at, at))
+    monkeypatch.setattr(op.launching, "targets", lambda packed_for, device, argument="w": (at, at))
+    monkeypatch.setattr(op.launching, "place", lambda x: (0, 0))
+    monkeypatch.setattr(op.launching, "detect", lambda index: at)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
     for call in (
+        lambda: w8a8.quantize_activations(torch.ones(8, w.k, dtype=torch.float16), w),
         lambda: w8a8.weight_requests(w, 8, torch.float16),
         lambda: w8a8.weight_requests(w, 8),
         lambda: activations.requests(w, 8, "float16", at),
