@@ -8,7 +8,7 @@ import re
 import tempfile
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from terrazzo.lowering.errors import ArgumentError
@@ -98,16 +98,21 @@ def refusal_state() -> dict[str, torch.Tensor]:
     return {"model.norm.weight": torch.empty(0)}
 
 
+def packed_with(formats: tuple[str, str]) -> dict[str, Any]:
+    """`quantization_config` of a folder with packed weights; formats of keys and values."""
+    return {"quant_method": METHOD, "version": VERSION, "kv": list(formats)}
+
+
 def write_configs(
     folder: Path,
     config: PretrainedConfig,
-    formats: tuple[str, str],
+    quantization: dict[str, Any],
     generation: GenerationConfig | None,
     source: str | Path | None,
     argument: str,
     assumed_end: int | list[int] | None = None,
 ) -> None:
-    """config.json, which says that weights are packed, generation_config.json, and what `carry` takes from `source`.
+    """config.json, which says how weights are stored, generation_config.json, and what `carry` takes from `source`.
 
     Neither states `assumed_end`, the end token of the config's class, which would hide the tokenizer's. Errors of
     writing name `argument`.
@@ -115,8 +120,9 @@ def write_configs(
     from transformers import AutoModelForCausalLM
 
     config = deepcopy(config)
-    config.quantization_config = {"quant_method": METHOD, "version": VERSION, "kv": list(formats)}
-    config.architectures = [PREFIX + AutoModelForCausalLM._model_mapping[type(config)].__name__]  # engines ask for it
+    config.quantization_config = quantization
+    prefix = PREFIX if quantization["quant_method"] == METHOD else ""
+    config.architectures = [prefix + AutoModelForCausalLM._model_mapping[type(config)].__name__]  # engines ask for it
     with tensor_files.named(argument, folder), tempfile.TemporaryDirectory() as place:
         config.save_pretrained(place)
         if generation is not None:  # save_pretrained would refuse settings that published files have

@@ -63,6 +63,20 @@ def join(
     return replace(first, **made).pack(target=target)
 
 
+def at_one_scale(parts: Sequence[Canonical], names: Sequence[str]) -> list[Canonical]:
+    """W8A8 weights of one input, whose static activations then have the largest scale of theirs, as engines do it.
+    No scale is that of unlike zero points: they are refused."""
+    scales = {getattr(part, "input_scale", None) for part in parts}
+    if None in scales:
+        return list(parts)
+    stated = [(part.input_scale, part.input_zero) for part in parts]
+    if len(set(stated)) > 1 and any(zero for _, zero in stated):
+        constraint = f"layers of one input ({names[0]} to {names[-1]}) have unlike static scales with zero points"
+        remedy = "pass weight_only=True, which multiplies 16-bit activations"
+        raise ArgumentError("input_zero_point", [zero for _, zero in stated][:8], constraint, remedy)
+    return [replace(part, input_scale=max(scales)) for part in parts]
+
+
 def described(weight: Weight | torch.Tensor) -> str:
     """A canonical weight's operator and group in a message, "w4a16-g64"; of a float one its dtype."""
     if torch.is_tensor(weight):

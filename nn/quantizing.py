@@ -16,10 +16,12 @@ from terrazzo.nn import folders, loading, reading
 from terrazzo.nn.calibrating import Calibration
 from terrazzo.nn.formats import Format
 from terrazzo.nn.joined import rows_of
+from terrazzo.nn.published import Written, quantization_config, writer_of
 from terrazzo.nn.quantized_folder import QuantizedFolder, digest_of, read_files
 from terrazzo.nn.sources import Published
 from terrazzo.ops import weights
 from terrazzo.ops.checkpoints import Checkpoint
+from terrazzo.ops.products.converted import W4A8
 from terrazzo.ops.products.table import PRODUCTS
 
 if TYPE_CHECKING:
@@ -33,8 +35,9 @@ _CHUNK = {"cpu": 1 << 17, "cuda": 1 << 22}  # values whose error is computed at 
 def quantize_folder(
     source: str | Path,
     out: str | Path,
-    format: str | Format,
+    format: str | Format | None,
     *,
+    write: str | None = None,
     kv: str | tuple[str, str] | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
@@ -47,6 +50,10 @@ def quantize_folder(
 ) -> dict[str, float]:
     """Quantize the linear layers of a float model and write a folder that `terrazzo.load` reads.
 
+    Formats that compressed-tensors has are written so: vLLM, SGLang and transformers read that folder, too. Others are
+    packed for Terrazzo alone. A folder whose layers are quantized already is packed as it is (`format` None), or its
+    4-bit integers become W4A8 ("w4a8"), whose two levels of scales are fitted to theirs.
+
     Embedding, head, norms and routers stay in 16 bits. Decoder layers come one after another. A folder that an
     equal, stopped run began is finished: layers whose files are as they were written stay, others are made again with a
     RuntimeWarning. Equal runs write equal bytes.
@@ -54,6 +61,8 @@ def quantize_folder(
     Args:
         source: Hugging Face folder of a float model. out: folder to write, empty or begun by an equal run.
         format: see `nn.Format.parse`; "w4ax" needs `calibration`.
+        write: "compressed-tensors" or "packed"; None takes the first where format and model have it, and neither `kv`
+            nor `target` is given, which only a packed folder names.
         kv: formats of keys and values that the folder names; `load` may be asked for others. Static ones ("fp8",
             "int8_static") need `calibration`, whose largest keys and values make their scales.
         device: where weights are quantized, None for a GPU where there is one. dtype, options: see `load`.
@@ -73,8 +82,9 @@ def quantize_folder(
             source that is not the one that the folder was begun with, or that changes meanwhile.
         ToolchainError: transformers is not installed.
     """
-    form = Format.parse(format)
-    if form.product.calibration == "plan" and calibration is None:
+    form = None if format is None else Format.parse(format)
+    takes = "" if form is None else form.product.calibration
+    if takes == "plan" and calibration is None:
         raise ArgumentError("calibration", None, f"{form} needs to see activations", TEXT)
     causal, to = loading.transformers_side(), reading.device_of(device)
     opened = causal.Opened(source, to, dtype=dtype, kv=kv, trust_remote_code=trust_remote_code)
@@ -83,18 +93,21 @@ def quantize_folder(
     found, formats, shape = opened.dtype, opened.formats, opened.shape
     if calibration is None and (static := reading.needs_scales(formats)):
         raise ArgumentError("calibration", None, f"kv={static[0]!r} needs to see keys and values", TEXT)
-    if calibration is not None and not (form.product.calibration or reading.needs_scales(formats)):
+    if calibration is not None and not (takes or reading.needs_scales(formats)):
         others = ", ".join(one.word for one in PRODUCTS if one.calibration)
-        constraint = f"{form} takes nothing from a text: {others} do, and static formats of kv"
+        constraint = f"{form or 'packing'} takes nothing from a text: {others} do, and static formats of kv"
         raise ArgumentError("calibration", "a text", constraint, "leave it out, or name another format")
     checkpoint = Checkpoint(source)
-    if checkpoint.layers():
-        raise ArgumentError("source", str(source), "has quantized layers already", "terrazzo.load reads them")
+    again = _check_source(checkpoint, form, calibration)
     folder = weights.path_of(out)
-    if form.product.calibration == "smooth":
+    given = [name for name, value in (("kv", kv), ("target", target)) if value is not None]
+    lacks = f"names no {given[0]}" if given else "has no experts with biases" if shape.kind == "gpt_oss" else ""
+    writer = writer_of(form, write, lacks)
+    if takes == "smooth" and not again:
         options = {"rule": "search"} | dict(options or {})
     settings = {
-        "format": str(form), "dtype": reading.weights_name(found), "options": digest_of(dict(options or {})),
+        "format": "as published" if form is None else str(form), "write": None if writer is None else writer.published,
+        "dtype": reading.weights_name(found), "options": digest_of(dict(options or {})),
         "version": folders.VERSION, "target": target, "calibration": digest_of(calibration),
     }  # fmt: skip
 
@@ -105,11 +118,13 @@ def quantize_folder(
     report = lambda name, packed, weight: note.__setitem__(name, error_of(packed, weight))
     asked = reading.Asked(source, quantize=form, options=options, target=target, report=report)
     made = Published(checkpoint, asked, to, found)
+    made.again = again
     opened.check(made)
     opened.build()
     opened.name_ends()
     skeleton = opened.model
     builder = Builder(shape, made, [])
+    written = None if writer is None else Written(made, writer, builder.root, shape.tied)
     files: dict[str, list[str]] = {}
     with QuantizedFolder(folder, settings, source, read_files(checkpoint), verify) as out_folder, torch.no_grad():
         made.checkpoint = checkpoint = Checkpoint(source)  # as its files are now that they are known
@@ -125,24 +140,51 @@ def quantize_folder(
                 made.tuned = partial(lambda seen, own, weight: seen[own].options(form, weight), seen)
             if held is None:
                 note.clear()
-                state = builder.layer(index, prefix).state_dict()
-                held = out_folder.write(name, {f"{prefix}.{key}": t for key, t in state.items()}, note)
+                layer = builder.layer(index, prefix)
+                if written is None:
+                    state = {f"{prefix}.{key}": t for key, t in layer.state_dict().items()}
+                else:
+                    state = written.take()
+                held = out_folder.write(name, state, note)
             files[name], found_errors = held
             errors |= found_errors
             if progress is not None:
                 progress(index + 1, shape.layers)
-        rest = _rest(builder, shape) | folders.refusal_state()
-        if watched is not None:
-            rest |= folders.static_state(*watched.static(formats))
+        rest = _rest(builder, shape)
+        if written is not None:
+            rest = written.take()
+        else:
+            rest |= folders.refusal_state()
+            if watched is not None:
+                rest |= folders.static_state(*watched.static(formats))
         files["model-rest.safetensors"], _ = out_folder.write("model-rest.safetensors", rest, {})
         places = {tensor: name for name, held in files.items() for tensor in sorted(held)}
         size = sum((folder / name).stat().st_size for name in files)
         out_folder.write_json(folders.INDEX, {"metadata": {"total_size": size}, "weight_map": places})
         skeleton.config.dtype = found
-        facts = (skeleton.config, formats, skeleton.generation_config, source, "out", skeleton.assumed_end)
+        stated = folders.packed_with(formats) if writer is None else quantization_config(writer, form, places)
+        facts = (skeleton.config, stated, skeleton.generation_config, source, "out", skeleton.assumed_end)
         folders.write_configs(folder, *facts)
         out_folder.finish()
     return errors
+
+
+def _check_source(checkpoint: Checkpoint, form: Format | None, calibration: torch.Tensor | None) -> bool:
+    """Whether 4-bit integers of the source become W4A8; ArgumentError for a source that does not fit the format."""
+    source, stored = str(checkpoint.folder), checkpoint.layers()
+    if form is None:
+        if not stored and not checkpoint.config.method:
+            raise ArgumentError("format", None, f"the layers of {source} are float", "name one, as w4a16-g128")
+        return False
+    if stored and form.product is not W4A8:
+        remedy = "terrazzo.load reads them, and terrazzo pack packs them; of 4-bit integers w4a8 can be made"
+        raise ArgumentError("source", source, "has quantized layers already", remedy)
+    if stored and calibration is not None:
+        remedy = "leave it out, or quantize the float model with it"
+        raise ArgumentError(
+            "calibration", "a text", f"is read by float layers, and {source} has quantized ones", remedy
+        )
+    return bool(stored)
 
 
 def error_of(packed: Packed, weight: torch.Tensor | None) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import repeat
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from terrazzo.lowering.targets import Target
 from terrazzo.nn.dense import Dense
 from terrazzo.nn.experts import Experts
 from terrazzo.nn.formats import Format
-from terrazzo.nn.joined import JoinedLinear, described, join, joined_bias
+from terrazzo.nn.joined import JoinedLinear, at_one_scale, described, join, joined_bias
 from terrazzo.nn.linear import Linear
 from terrazzo.nn.module import stored_weight
 from terrazzo.ops import mxfp4 as mxfp4_weights
@@ -26,6 +25,8 @@ from terrazzo.ops.checkpoints.conventions import mxfp4
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.products.table import BY_RECORD
 from terrazzo.ops.shards import ORDERS, Cut, Part, Share, checked_spans, plan, spans_of
+from terrazzo.ops.w4a8.importers import SOURCES as W4A8_SOURCES
+from terrazzo.ops.w4a8.importers import two_levels
 from torch import nn
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 Shares = Sequence[Share | None]
 Floats = tuple[torch.Tensor, torch.Tensor | None]
+LEAVES = ("weight", "bias")
 CUT = ("world", "unit", "parts", *ORDERS)
 """What errors of a cut name."""
 
@@ -48,6 +50,8 @@ FLOAT_LAYER = re.compile(r".*layers\.\d+\..*(\w_proj|\bw[123])(\.weight)?")
 ALIKE = 'export the model again with one setting for these layers, or load its float folder with quantize="w4a16-g128"'
 """Where a config names what an exporter leaves in 16 bits, by its method."""
 
+Keep = Callable[[Sequence[str], Sequence[int], "Packed"], None]
+"""Called with the published names of layers, their output features, and the packed weight of all."""
 Report = Callable[[str, "Packed", torch.Tensor | None], None]
 """Called with the name of a layer, its packed weight, and the float one that it was quantized of, or None."""
 
@@ -113,7 +117,8 @@ class Published(Source):
 
     Attributes:
         quantizes_activations: whether a layer was read that `activations` is about.
-        seen: names of the tensors that modules were made of.
+        seen: names of the tensors that modules were made of. consumed: of those that were quantized.
+        keep: see `Keep`; None: nobody asks. again: whether 4-bit integers become `quantize`, which is W4A8.
     """
 
     def __init__(self, checkpoint: Checkpoint | None, asked: Asked, device: torch.device, dtype: torch.dtype) -> None:
@@ -126,6 +131,9 @@ class Published(Source):
         self.quantize, self.options, self.target = asked.form, dict(asked.options or {}), asked.target
         self.report = asked.report or (lambda name, packed, weight: None)
         self.seen: set[str] = set()
+        self.consumed: set[str] = set()
+        self.keep: Keep | None = None
+        self.again = False
         self.cut_layers = asked.config is not None
         self.tuned: Callable[[str, torch.Tensor], Mapping[str, Option]] = lambda name, weight: {}
 
@@ -231,7 +239,7 @@ class Published(Source):
             options = dict(weight_only=self.asked.weight_only, activations=self.asked.activations)
             operator = stored.operator_of(self.layers[name], config, self.runs_on, **options)
             self.quantizes_activations |= BY_RECORD[operator].on_request
-            family = stored.FAMILIES[operator]
+            family = W4A8_SOURCES if self.again else stored.FAMILIES[operator]
             with _of_layer(name, share):
                 return family.read(self.checkpoint, name, self.device, share)
         if self.checkpoint is not None and (why := fields.changed(self.checkpoint.config.raw, name, "float")):
@@ -262,8 +270,12 @@ class Published(Source):
                 remedy = "take the checkpoint's own config.json"
                 raise ArgumentError(name, f"{seen} outputs", f"must have {rows} by the config", remedy)
         if not any(isinstance(part, tuple) for part in parts):
-            made = join(_at_one_scale(parts, names), names[0], names, ALIKE)
-            self.report(own, made, None)
+            before = None
+            if self.again:
+                levels = [two_levels(part, name) for part, name in zip(parts, names)]
+                before, parts = torch.cat([part.dequantize("post") for part in parts]), levels
+            made = join(at_one_scale(parts, names), names[0], names, ALIKE)
+            self.report(own, made, before)
             return made
         if not all(isinstance(part, tuple) for part in parts):
             each = [described(part[0] if isinstance(part, tuple) else part) for part in parts]
@@ -279,7 +291,13 @@ class Published(Source):
         options = {**self.tuned(own, weight), **self.options, **options}
         made = quantized(self.quantize, weight, bias, self.dtype, options, self.target)
         self.report(own, made, weight)
+        self._kept(names, [len(w) for w, _ in parts], made, *(f"{n}.{leaf}" for n in names for leaf in LEAVES))
         return made
+
+    def _kept(self, names: Sequence[str], sizes: Sequence[int], made: Packed, *consumed: str) -> None:
+        self.consumed.update(consumed)
+        if self.keep is not None:
+            self.keep(names, sizes, made)
 
     def linear(self, name: str, own: str, share: Share | None = None) -> Linear | Dense:
         """One projection."""
@@ -306,6 +324,10 @@ class Published(Source):
         for name, part, share in ((gate_up, "gate_up", shares[0]), (down, "down", shares[1])):
             floats = self.float_of(name, _cut_of_experts(name, self.shape_of(name), share))
             made.append(self._reported(self._of_experts(floats), own, part))
+            leaves, rows = (("gate", "up"), floats.shape[1] // 2) if part == "gate_up" else (("down",), floats.shape[1])
+            for e, packed in enumerate(made[-1]):
+                names = [f"{name.rpartition('.')[0]}.{e}.{leaf}_proj" for leaf in leaves]
+                self._kept(names, [rows] * len(leaves), packed, name)
         return Experts.of_packed(*made, activation)
 
     def _of_experts(
@@ -405,7 +427,7 @@ class Published(Source):
         back = [self._made([d], f"{own}.{e}.down", shares=(columns,), **last) for e, d in enumerate(downs)]
         if isinstance(both[0], tuple) or isinstance(back[0], tuple):
             raise _float_experts(own)
-        return Experts.of_packed(_at_one_scale(both, (*gates, *ups)), _at_one_scale(back, downs), activation)
+        return Experts.of_packed(at_one_scale(both, (*gates, *ups)), at_one_scale(back, downs), activation)
 
 
 def _cut_of_experts(name: str, shape: Sequence[int], share: Share | None) -> Cut | None:
@@ -451,20 +473,6 @@ def cast(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
 def _float_experts(own: str) -> ArgumentError:
     remedy = 'quantize them on load: quantize="w4a16-g128"'
     return ArgumentError("quantize", None, f"the experts of {own} are float, which has no operator", remedy)
-
-
-def _at_one_scale(parts: Sequence[Canonical], names: Sequence[str]) -> list[Canonical]:
-    """W8A8 weights of one input, whose static activations then have the largest scale of theirs, as engines do it.
-    No scale is that of unlike zero points: they are refused."""
-    scales = {getattr(part, "input_scale", None) for part in parts}
-    if None in scales:
-        return list(parts)
-    stated = [(part.input_scale, part.input_zero) for part in parts]
-    if len(set(stated)) > 1 and any(zero for _, zero in stated):
-        constraint = f"layers of one input ({names[0]} to {names[-1]}) have unlike static scales with zero points"
-        remedy = "pass weight_only=True, which multiplies 16-bit activations"
-        raise ArgumentError("input_zero_point", [zero for _, zero in stated][:8], constraint, remedy)
-    return [replace(part, input_scale=max(scales)) for part in parts]
 
 
 class Stored(Source):

@@ -387,7 +387,8 @@ class Causal(PreTrainedModel):
         state |= folders.static_state(*self.model.static) | folders.refusal_state()
         folders.write_state(folder, state, max_shard_size)
         self.config.dtype = self.decoder.embed_tokens.weight.dtype  # that of the files, after a cast
-        facts = (self.config, self.model.formats, self.generation_config, self.name_or_path)
+        packed = folders.packed_with(self.model.formats)
+        facts = (self.config, packed, self.generation_config, self.name_or_path)
         folders.write_configs(folder, *facts, folders.WHERE, self.assumed_end)
 
 

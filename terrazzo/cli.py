@@ -1,6 +1,6 @@
 """The `terrazzo` command.
 
-    terrazzo info | ops | layout | compile | cache list|clear|verify | config compiler | tune | quantize |
+    terrazzo info | ops | layout | compile | cache list|clear|verify | config compiler | tune | quantize | pack |
     generate | chat | serve-check | demo | bench
 
 Exit codes: 0 done, 1 something that was asked for failed (a kernel that does not compile, a damaged cache entry), 2 bad
@@ -23,7 +23,7 @@ from terrazzo.commands_compile import compile_command
 from terrazzo.commands_config import config_group
 from terrazzo.commands_generate import chat, generate
 from terrazzo.commands_info import info, layout, ops
-from terrazzo.commands_quantize import quantize
+from terrazzo.commands_quantize import pack, quantize
 from terrazzo.commands_run import bench, demo
 from terrazzo.commands_serve_check import serve_check
 from terrazzo.commands_tune import tune_group
@@ -45,6 +45,7 @@ for _command in (
     config_group,
     tune_group,
     quantize,
+    pack,
     generate,
     chat,
     serve_check,

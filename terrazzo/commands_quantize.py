@@ -1,4 +1,4 @@
-"""`terrazzo quantize`: a float model's folder to a packed one."""
+"""`terrazzo quantize`, a float model's folder to one in fewer bits, and `terrazzo pack`, that to a packed one."""
 
 from __future__ import annotations
 
@@ -20,9 +20,27 @@ SHOWN = 10
 """Layers with the largest errors that are printed."""
 
 
+_FOLDER = click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+_OUT = click.option(
+    "-o", "--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder to write."
+)
+_KV = click.option(
+    "--kv", type=Formats(), help="Keys and values that a packed folder names: int8, int8/int4. Default: 16 bits."
+)
+_DTYPE = click.option(
+    "--dtype", type=click.Choice(["f16", "bf16"]), help="Of activations. Default: the model's, or f16."
+)
+_TARGET = click.option(
+    "--target", type=TargetName(), help="Architecture to pack for, as sm_90a. Default: the device's."
+)
+_VERIFY = click.option(
+    "--verify", is_flag=True, help="Compare all bytes of FOLDER with those that a stopped run began with."
+)
+
+
 @click.command(cls=Command)
-@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("-o", "--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder to write.")
+@_FOLDER
+@_OUT
 @click.option(
     "--format",
     "form",
@@ -30,9 +48,15 @@ SHOWN = 10
     show_default=True,
     help="As w4a16-g64, w4a16-gK-sym, w4a8, mxfp4, nvfp4, w8a16, fp8.",
 )
-@click.option("--kv", type=Formats(), help="Keys and values that the folder names: int8, int8/int4. Default: 16 bits.")
+@click.option(
+    "--write",
+    type=click.Choice(["compressed-tensors", "packed"]),
+    help="Form of the folder. Default: compressed-tensors, which vLLM reads too, where the format has it and neither "
+    "--kv nor --target is given.",
+)
+@_KV
 @click.option("--device", help="Where weights are quantized. Default: cuda where there is a GPU.")
-@click.option("--dtype", type=click.Choice(["f16", "bf16"]), help="Of activations. Default: the model's, or f16.")
+@_DTYPE
 @click.option(
     "--calibration",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -45,9 +69,9 @@ SHOWN = 10
     show_default=True,
     help="Of the text that are read, in sequences of up to 512.",
 )
-@click.option("--target", type=TargetName(), help="Architecture to pack for, as sm_90a. Default: the device's.")
+@_TARGET
 @TRUST
-@click.option("--verify", is_flag=True, help="Compare all bytes of FOLDER with those that a stopped run began with.")
+@_VERIFY
 @json_option
 def quantize(
     folder: Path, out: Path, form: str, dtype: str | None, calibration: Path | None, tokens: int, as_json: bool,
@@ -55,25 +79,68 @@ def quantize(
 ) -> None:  # fmt: skip
     """Quantize a float Hugging Face model, layer by layer, to a folder that terrazzo.load reads.
 
+    Where the format is a published one, vLLM, SGLang and transformers read the folder, too.
+
+    Of a folder in 4-bit integers, as GPTQ makes them, --format w4a8 makes W4A8, and prints what that adds in error.
+
     A run that was stopped goes on where it was when it is started again. Where stderr is no terminal, lines there say
     how far it is.
     """
-    import torch
     from terrazzo.nn.quantizing import quantize_folder
 
     if calibration is None and _is_given("tokens"):
         raise click.UsageError("--tokens is of the text that --calibration names; give both")
-    kind = {"f16": torch.float16, "bf16": torch.bfloat16, None: None}[dtype]
     with ExitStack() as stack:
         trusted = options["trust_remote_code"]
         text = None if calibration is None else _tokens_of(folder, calibration, tokens, trusted)
-        options |= dict(dtype=kind, calibration=text)
+        options |= dict(dtype=_dtype(dtype), calibration=text)
         errors = quantize_folder(folder, out, form, **options, progress=layers_progress(stack, quiet=as_json))
+    method = _method_of(out)
     if as_json:
-        return print_json({"out": str(out), "format": form, "errors": errors})
+        return print_json({"out": str(out), "format": form, "written": method, "errors": errors})
     worst = sorted(errors.items(), key=lambda item: -item[1])
     print_table(("layer", "error %"), [(name, round(100 * error, 2)) for name, error in worst[:SHOWN]])
-    click.echo(f"{len(errors)} layers in {out}, the {min(SHOWN, len(worst))} with the largest errors above")
+    shown = f"the {min(SHOWN, len(worst))} with the largest errors above"
+    click.echo(f"{len(errors)} layers in {out}, {method}, {shown}")
+
+
+@click.command(cls=Command)
+@_FOLDER
+@_OUT
+@_KV
+@click.option("--device", help="Where weights are packed. Default: cuda where there is a GPU.")
+@_DTYPE
+@_TARGET
+@TRUST
+@_VERIFY
+@json_option
+def pack(folder: Path, out: Path, dtype: str | None, as_json: bool, **options: Any) -> None:
+    """Pack a quantized folder, layer by layer, to one that terrazzo.load reads faster: a cache of FOLDER.
+
+    Weights are those of FOLDER. A run that was stopped goes on where it was when it is started again.
+    """
+    from terrazzo.nn.quantizing import quantize_folder
+
+    with ExitStack() as stack:
+        options["dtype"] = _dtype(dtype)
+        layers = quantize_folder(folder, out, None, **options, progress=layers_progress(stack, quiet=as_json))
+    if as_json:
+        return print_json({"out": str(out), "layers": list(layers)})
+    click.echo(f"{len(layers)} layers in {out}, {_method_of(out)}")
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    import torch
+
+    return {"f16": torch.float16, "bf16": torch.bfloat16, None: None}[name]
+
+
+def _method_of(folder: Path) -> str:
+    """How the folder's weights are written, in words."""
+    from terrazzo.lowering.data_files import read_json
+
+    stated = read_json(folder / "config.json", "config.json", "quantize again")["quantization_config"]
+    return "packed for terrazzo.load" if stated["quant_method"] == "terrazzo" else f"{stated['quant_method']}"
 
 
 def _is_given(name: str) -> bool:

@@ -90,11 +90,10 @@ class Checker:
         return {} if model.architecture is None else self.caches.refusals(model.architecture, model.dtype, target)
 
     def _float(self) -> str:
-        made = f"llm-compressor makes folders for {self.name}"
-        return f"weights are not quantized: `terrazzo quantize` is for terrazzo.load; {made}"
+        return f"weights are not quantized: `terrazzo quantize FOLDER -o OUT` makes a folder for {self.name}"
 
     def _check_not_packed(self, folder: Path) -> None:
-        """Engines have no method for what `terrazzo quantize` writes."""
+        """Engines have no method for packed weights."""
         try:
             Config.of_folder(folder)
         except ArgumentError as error:
@@ -103,8 +102,9 @@ class Checker:
             name, read = self.name, "terrazzo.load alone reads them"
             constraint = f"says that Terrazzo packed these layers: {read}, and {name} does not"
             remedy = (
-                f"give {name} a folder in AWQ, GPTQ or compressed-tensors, as llm-compressor writes them of the float "
-                f"model; outside of {name} `terrazzo generate` runs this one, and terrazzo.prepare compiles its kernels"
+                f"give {name} a folder in AWQ, GPTQ or compressed-tensors, as `terrazzo quantize` writes them of the "
+                f"float model; outside of {name} `terrazzo generate` runs this one, and terrazzo.prepare compiles its "
+                "kernels"
             )
             raise ArgumentError("quant_method", "terrazzo", constraint, remedy) from None
 

@@ -32,6 +32,20 @@ def word_bytes(words: torch.Tensor, *shape: int) -> torch.Tensor:
     return weights.as_bytes(words).view(shape)  # little-endian: byte b holds nibbles 2b and 2b + 1
 
 
+def pairs(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., K/2] of 4-bit codes uint8 [..., K]: two in a byte, the first in its lower half."""
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def words_of(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Inverse of `codes_of`: uint8 [R, C] -> int32 [R, ceil(C * bits / 32)], zeros behind the last code."""
+    import torch
+
+    rows, columns = codes.shape
+    whole = torch.nn.functional.pad(codes, (0, -columns % (32 // bits)))
+    return (pairs(whole) if bits == 4 else whole).contiguous().view(rows, -1).view(torch.int32)
+
+
 def check_bits(bits: float, argument: str = "bits", wanted: int = 4) -> None:
     if not isinstance(bits, int | float):
         raise ArgumentError(argument, bits, f"must be the number {wanted}", "pass what the checkpoint's config states")

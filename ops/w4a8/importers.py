@@ -21,6 +21,7 @@ from terrazzo.ops.checkpoints.conventions.qserve import TwoLevels, unpack_qserve
 from terrazzo.ops.checkpoints.loaders import Layer
 from terrazzo.ops.grouped_codes import expand_groups
 from terrazzo.ops.products.converted import W4A8
+from terrazzo.ops.products.wide import W4A16
 from terrazzo.ops.w4a8.format import GROUPS, LARGEST_SCALE, PackedWeight, QuantizedWeight, pack
 from terrazzo.ops.w4a8.quantizer import RANGE, divide, quantize_weight, row_chunks, second_level
 
@@ -282,6 +283,22 @@ def _read(
 
 
 FAMILY = loaders.family_of(W4A8, pack=pack, read=_read)
+SOURCES = loaders.family_of(W4A16, W4A8, pack=pack)
+"""Layers of 4-bit integers as they are stored, whatever multiplies them: what `two_levels` takes."""
+
+
+def two_levels(source: Integers | TwoLevels, name: str) -> QuantizedWeight:
+    """Two levels of a layer of `SOURCES`, fitted where its scales are free: see `read_compressed_tensors`.
+
+    Raises:
+        ArgumentError: names the layer: two levels as published, or channels in another order (act-order).
+    """
+    if isinstance(source, TwoLevels):
+        raise ArgumentError(name, "qserve", "has two levels as published", "pack it as it is: terrazzo pack")
+    if source.perm is not None:
+        remedy = "quantize the float model, or serve it as W4A16"
+        raise ArgumentError(name, "act-order", "has its channels in another order, which W4A8 has not", remedy)
+    return of_groups(source, requantize=True)
 
 
 def read_layer(

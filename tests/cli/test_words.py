@@ -119,6 +119,7 @@ def test_quantize_reads_so_many_tokens_of_the_text(capsys, monkeypatch, tmp_path
     (tmp_path / "text").write_text("abcdef" * 400)
     asked = []
     monkeypatch.setattr("terrazzo.nn.quantizing.quantize_folder", lambda *given, **options: asked.append(options) or {})
+    monkeypatch.setattr("terrazzo.commands_quantize._method_of", lambda folder: "packed")
     given = ("quantize", str(tmp_path / "model"), "-o", str(tmp_path / "out"), "--calibration", str(tmp_path / "text"))
     code, _, err = run(capsys, *given, *(("--tokens", str(most)) if most else ()), "--json")
     (text,) = [options["calibration"] for options in asked]

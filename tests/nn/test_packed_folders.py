@@ -48,7 +48,7 @@ def folders(tmp_path_factory):
     (root / "blob").write_bytes((source / "tokenizer.json").read_bytes())
     (source / "tokenizer.json").unlink()
     (source / "tokenizer.json").symlink_to("../blob")  # as caches of downloads have it
-    quantize_folder(source, root / "quantized", "w4a16-g64", device="cpu")
+    quantize_folder(source, root / "quantized", "w4a16-g64", device="cpu", write="packed")
     model = terrazzo.load(source, quantize="w4a16-g64", device="cpu")
     model.save_pretrained(root / "saved")
     terrazzo.load(root / "saved", device="cpu").save_pretrained(root / "again")

@@ -101,6 +101,8 @@ class Convention:
         rows: output features that are stored as one piece; tensors of such layers are not cut.
         divided: whether a vector beside a layer may divide its activations (AutoAWQ's ScaledActivation).
         versioned: whether the version that a config states is kept where a caller names the format.
+        writes: products whose canonical weights `write` stores so. write: weight -> its tensors without the bias, which
+            `read` or `direct` makes the weight of again. published: compressed-tensors' name of what it writes.
     """
 
     name: str
@@ -114,6 +116,9 @@ class Convention:
     rows: int = 1
     divided: bool = False
     versioned: bool = False
+    writes: tuple[Product, ...] = ()
+    write: Callable[[Any], Tensors] | None = None
+    published: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -20,7 +20,9 @@ from terrazzo.ops.checkpoints.words import (
     check_words,
     codes_of,
     shape_error,
+    words_of,
 )
+from terrazzo.ops.products import converted, wide
 from terrazzo.ops.weight_only.byte_integers import of_bits
 from terrazzo.ops.weight_only.integers import QuantizedWeight
 
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     import torch
     from terrazzo.ops.checkpoints.fields import JSON, Stated
     from terrazzo.ops.products.product import Product
+    from terrazzo.ops.weight.base import AnyCanonical
+
+PACKED = "write a packed folder"
 
 
 def unpack_packed(
@@ -208,6 +213,37 @@ def read(tensors: Tensors, config: LayerConfig, product: Product, **options: Any
     return (unpack_bytes if product.wide else unpack)(**given, **facts)
 
 
+def _write(weight: AnyCanonical) -> Tensors:
+    """pack-quantized: codes of integers with zero points or, signed, without."""
+    import torch
+
+    bits = weight._product.codes.bits
+    each_group(weight)
+    if weight.codes.dtype == torch.int8:  # factors of a row's power of two, whose product is exact
+        scales, zeros = weight.scales.float() * weight.channel_scales[:, None], None
+        codes = (weight.codes + (1 << bits - 1)).to(torch.uint8)
+    else:
+        codes, scales, zeros = weight.codes, weight.scales, weight.zeros
+    made = {"weight_packed": words_of(codes, bits), "weight_scale": scales}
+    made["weight_shape"] = torch.tensor([weight.n, weight.k], dtype=torch.int64)
+    if zeros is not None:
+        made["weight_zero_point"] = words_of(zeros.T, bits).T.contiguous()
+    return made
+
+
+def each_group(weight: AnyCanonical) -> None:
+    """Raise ArgumentError for a weight with something that compressed-tensors' layers lack, or a short last group."""
+    import torch
+
+    for name in ("perm", "smooth"):
+        if torch.is_tensor(getattr(weight, name, None)):
+            constraint = "belongs to the weight, and layers of compressed-tensors have none"
+            raise ArgumentError(name, weights.described(getattr(weight, name)), constraint, PACKED)
+    if weight.k % weight.group_size:
+        constraint = f"K = {weight.k} is no multiple of it, which layers of compressed-tensors need"
+        raise ArgumentError("group_size", weight.group_size, constraint, f"name a smaller group, or {PACKED}")
+
+
 CONVENTION = Convention(
     "compressed_tensors",
     (
@@ -220,6 +256,9 @@ CONVENTION = Convention(
     read=read,
     formats=("compressed_tensors",),
     versioned=True,
+    writes=(wide.W4A16, wide.W8A16, converted.W4A8_FP8),
+    write=_write,
+    published="pack-quantized",
 )
 
 _PRESET = re.compile(r"(?:W(?P<weights>[2-8])A(?P<acts>4|8|16|FP8)(?P<asym>_ASYM)?|INT8|(?P<float>(?:NV|MX)?FP\w+))")
@@ -367,6 +406,34 @@ def _activations(acts: Stated, bytes_: bool = False) -> str | None:
         return None
     kind = acts.get("type", "int")
     return "int8" if kind == "int" else "e4m3" if kind == "float" else None
+
+
+_SCALE_DTYPES = {"e8m0": "torch.uint8", "e4m3": "torch.float8_e4m3fn"}
+
+
+def scheme_of(product: Product, group_size: int | None, symmetric: bool, format: str) -> Stated:
+    """The config group of linear layers of a product, which `_layer` reads as that: what a folder states, and what
+    llm-compressor is asked for.
+
+    Args:
+        group_size: input features of a scale, None for one of each row. symmetric: whether there are no zero points.
+        format: `Convention.published` of its layers.
+    """
+    codes, blocks = product.codes, bool(product.codes.values) and group_size == 128
+    strategy = "block" if blocks else "channel" if group_size is None else "group"
+    stated: Stated = {"num_bits": codes.bits, "type": "float" if codes.values else "int", "dynamic": False}
+    stated |= {"symmetric": symmetric or not codes.symmetric, "strategy": strategy, "group_size": group_size}
+    if blocks:
+        stated |= {"group_size": None, "block_structure": [128, 128]}
+    if codes.scales == ("e4m3",):
+        stated["strategy"] = "tensor_group"
+    if (kept := _SCALE_DTYPES.get(codes.scales[0])) is not None:
+        stated |= {"scale_dtype": kept, "zp_dtype": kept}
+    x: Stated | None = None
+    if product.x.quant is not None:
+        x = {"num_bits": 8, "type": "float" if product.x.quant == "e4m3" else "int", "dynamic": True}
+        x |= {"symmetric": True, "strategy": "token"} | ({"strategy": "group", "group_size": 128} if blocks else {})
+    return {"targets": ["Linear"], "weights": stated, "input_activations": x, "format": format}
 
 
 METHOD = Method(

@@ -12,14 +12,18 @@ from typing import TYPE_CHECKING, Any
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
 from terrazzo.ops.checkpoints import fields
+from terrazzo.ops.checkpoints.conventions import compressed_tensors
 from terrazzo.ops.checkpoints.conventions.base import GROUP, Convention, LayerConfig, Leaf, Method, Tensors
 from terrazzo.ops.checkpoints.words import static_scale
+from terrazzo.ops.products.direct import W8A8_FP8
+from terrazzo.ops.products.wide import FP8
 from terrazzo.ops.weight_only.format import QuantizedWeight
 
 if TYPE_CHECKING:
     import torch
     from terrazzo.ops.checkpoints.fields import Stated
     from terrazzo.ops.checkpoints.reader import Checkpoint
+    from terrazzo.ops.weight.base import AnyCanonical
 
 
 def unpack(
@@ -94,6 +98,21 @@ def _direct(tensors: Tensors, config: LayerConfig) -> dict[str, Any]:
     return dict(codes=codes, scales=scales, bias=tensors.get("bias"), ue8m0=ue8m0) | found
 
 
+def _write(weight: AnyCanonical) -> Tensors:
+    """A scale of each row, or of each block of 128 x 128."""
+    import torch
+
+    compressed_tensors.each_group(weight)
+    scales = weight.scales if weight.scales.ndim == 2 else weight.scales[:, None]
+    if weight.group_size < weight.k:
+        blocks = scales[::128]
+        if not torch.equal(blocks.repeat_interleave(128, 0)[: weight.n], scales):
+            constraint = "must be alike in blocks of 128 rows"
+            raise ArgumentError("scales", weights.described(scales), constraint, compressed_tensors.PACKED)
+        scales = blocks.contiguous()
+    return {"weight": weight.codes.view(torch.float8_e4m3fn), "weight_scale": scales}
+
+
 _SCALES = ("weight_scale", "weight_scale_inv")
 
 
@@ -114,6 +133,9 @@ CONVENTION = Convention(
     formats=("fp8",),
     within=("compressed_tensors",),
     group=128,
+    writes=(FP8, W8A8_FP8),
+    write=_write,
+    published="float-quantized",
 )
 
 

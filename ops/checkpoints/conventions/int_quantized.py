@@ -9,9 +9,11 @@ from terrazzo.ops import weights
 from terrazzo.ops.checkpoints.conventions import compressed_tensors
 from terrazzo.ops.checkpoints.conventions.base import GROUP, Convention, LayerConfig, Leaf, Tensors
 from terrazzo.ops.checkpoints.words import one_number, static_scale
+from terrazzo.ops.products.direct import W8A8
 
 if TYPE_CHECKING:
     from terrazzo.ops.checkpoints.reader import Checkpoint
+    from terrazzo.ops.weight.base import AnyCanonical
 
 
 def _direct(tensors: Tensors, config: LayerConfig) -> dict[str, Any]:
@@ -42,6 +44,11 @@ def _direct(tensors: Tensors, config: LayerConfig) -> dict[str, Any]:
     return dict(codes=tensors["weight"], scales=scale, bias=tensors.get("bias")) | found
 
 
+def _write(weight: AnyCanonical) -> Tensors:
+    compressed_tensors.each_group(weight)
+    return {"weight": weight.codes, "weight_scale": weight.scales[:, None]}
+
+
 def _holds(checkpoint: Checkpoint, prefix: str, leaf: str) -> bool:
     return checkpoint.has(prefix, "weight_scale") and checkpoint.stores(prefix, leaf, "I8")
 
@@ -60,4 +67,7 @@ CONVENTION = Convention(
     direct=_direct,
     holds=_holds,
     within=("compressed_tensors",),
+    writes=(W8A8,),
+    write=_write,
+    published="int-quantized",
 )

@@ -12,13 +12,17 @@ from typing import TYPE_CHECKING
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
 from terrazzo.ops.checkpoints import fields
-from terrazzo.ops.checkpoints.conventions.base import GROUP, Convention, LayerConfig, Leaf, Method
+from terrazzo.ops.checkpoints.conventions import compressed_tensors
+from terrazzo.ops.checkpoints.conventions.base import GROUP, Convention, LayerConfig, Leaf, Method, Tensors
+from terrazzo.ops.checkpoints.words import pairs
+from terrazzo.ops.products.wide import MXFP4
 from terrazzo.ops.weight_only.format import QuantizedWeight
 
 if TYPE_CHECKING:
     import torch
     from terrazzo.ops.checkpoints.fields import Stated
     from terrazzo.ops.checkpoints.reader import Checkpoint
+    from terrazzo.ops.weight.base import AnyCanonical
 
 GATE_UP = ("interleaved", "halves")
 
@@ -69,6 +73,12 @@ def nibbles(packed: torch.Tensor) -> torch.Tensor:
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
 
 
+def write(weight: AnyCanonical) -> Tensors:
+    """e2m1 codes, two in a byte, and the scales of groups as their bytes."""
+    compressed_tensors.each_group(weight)
+    return {"weight_packed": pairs(weight.codes), "weight_scale": weight.scales}
+
+
 def _wrong(name: str, value: object, constraint: str) -> ArgumentError:
     return ArgumentError(name, weights.described(value), f"must be {constraint}", "pass the layer's tensor")
 
@@ -86,6 +96,9 @@ CONVENTION = Convention(
     formats=("mxfp4",),
     within=("compressed_tensors",),
     group=32,
+    writes=(MXFP4,),
+    write=write,
+    published="mxfp4-pack-quantized",
 )
 
 

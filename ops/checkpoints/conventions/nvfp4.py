@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
-from terrazzo.ops.checkpoints.conventions import base
+from terrazzo.ops.checkpoints.conventions import base, compressed_tensors, mxfp4
 from terrazzo.ops.checkpoints.conventions.base import Convention, LayerConfig, Leaf, Tensors
 from terrazzo.ops.checkpoints.conventions.mxfp4 import nibbles
+from terrazzo.ops.products.wide import NVFP4
 from terrazzo.ops.weight_only.format import QuantizedWeight
 
 if TYPE_CHECKING:
     import torch
     from terrazzo.ops.checkpoints.reader import Checkpoint
     from terrazzo.ops.products.product import Product
+    from terrazzo.ops.weight.base import AnyCanonical
 
 GROUP = 16
 
@@ -86,6 +88,19 @@ def _read(tensors: Tensors, config: LayerConfig, product: Product) -> QuantizedW
     return (unpack_modelopt if "weight" in tensors else unpack)(**tensors)
 
 
+def _write(weight: AnyCanonical) -> Tensors:
+    """compressed-tensors' words: one factor of all rows, as its reciprocal."""
+    import torch
+
+    factor = weight.factors[:1]
+    if not bool((weight.factors == factor).all()):
+        constraint = "differ from row to row, and a layer of compressed-tensors has one for all"
+        raise ArgumentError("factors", "unlike ones", constraint, compressed_tensors.PACKED)
+    made = mxfp4.write(weight)
+    scales = made["weight_scale"].view(torch.float8_e4m3fn)
+    return made | {"weight_scale": scales, "weight_global_scale": factor.double().reciprocal().float()}
+
+
 _FACTORS = {"weight": "weight_scale_2", "weight_packed": "weight_global_scale"}
 
 
@@ -109,4 +124,7 @@ CONVENTION = Convention(
     formats=("nvfp4",),
     within=("compressed_tensors",),
     group=GROUP,
+    writes=(NVFP4,),
+    write=_write,
+    published="nvfp4-pack-quantized",
 )

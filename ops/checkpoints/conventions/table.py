@@ -27,6 +27,8 @@ STATED = {name: name for one in CONVENTIONS.values() for name in one.formats} | 
 _OF_FORMAT = {name: one.name for one in CONVENTIONS.values() for name in one.formats}
 FORMATS = {name: _OF_FORMAT[format] for name, format in STATED.items()}
 """What a caller may name -> the tensors that a layer of it has. "auto_round" is GPTQ with zero points as they are."""
+WRITERS = {product.record: one for one in CONVENTIONS.values() for product in one.writes}
+"""Record of a product -> the convention that its weights are written in, in folders of compressed-tensors."""
 _BY_CODES: dict[str, list[Convention]] = {}
 for _one in sorted(CONVENTIONS.values(), key=lambda one: one.holds is None):
     for _leaf in _one.codes:
