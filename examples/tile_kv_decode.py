@@ -7,7 +7,8 @@ tile_w4a16.py. Scales of a token multiply its score and its probability. With a 
 import tilelang
 import tilelang.language as T
 import torch
-from tile_w4a16 import BLOCK, FIELDS, ZERO, compiled, expressions, operand
+from terrazzo.layouts.tilelang import expressions, fragment
+from tile_w4a16 import BLOCK, FIELDS, ZERO, compiled
 
 DIM, TOKENS, HEADS = 128, 128, 16  # of a block of the cache; query heads of one kv head, padded
 WORDS = (DIM // BLOCK.block_k, TOKENS // BLOCK.block_rows, BLOCK.words_per_block)  # of its keys, or its values
@@ -56,7 +57,7 @@ def tile_kv_decode(pairs, blocks, stages=2):
             S, acc = T.alloc_fragment((TOKENS, HEADS), "float32"), T.alloc_fragment((DIM, HEADS), "float32")
             rows = T.alloc_fragment((HEADS, TOKENS), "float32")  # scores once more, a head's in few threads
             highest, before, total, part = (T.alloc_fragment((HEADS,), "float32") for _ in range(4))
-            T.annotate_layout({A: operand(TOKENS, DIM), B: operand(DIM, TOKENS)})
+            T.annotate_layout({A: fragment(BLOCK.fragment, TOKENS, DIM), B: fragment(BLOCK.fragment, DIM, TOKENS)})
             T.copy(Q[pair, 0, 0], Qs)
             T.clear(acc)
             T.clear(total)

@@ -8,6 +8,7 @@ are loaded, without a shuffle. T.Pipelined is cp.async here; T.gemm is wgmma on 
 import tilelang
 import tilelang.language as T
 from terrazzo.layouts import get_converter, get_instance
+from terrazzo.layouts.tilelang import expressions, fragment
 from tvm.target import Target
 
 BLOCK = get_instance("w4a16")  # 64 x 64 codes: 128 threads, four 32-bit words each, one shared-memory load
@@ -15,35 +16,6 @@ FIELDS = get_converter("u4_f16_magic").pos_map  # (register, element) of a word'
 # Automatic warp specialization would give a stage back after the load of its words, before they have arrived.
 OWN_WARPS = {"tl.disable_warp_specialized": True}
 BN, BK, GROUP, ZERO = 128, BLOCK.block_k, 128, 8  # a tile is two blocks, one for each warpgroup
-
-
-def expressions(bits, **at):
-    """A map that only moves bits, at TileLang expressions or ints: name of an output -> expression."""
-    flat = [(name, bit) for name, width in bits.ins for bit in range(width)]
-    source = {column.bit_length() - 1: flat[i] for i, column in enumerate(bits.columns)}
-    out, first = {}, 0
-    for name, width in bits.outs:
-        out[name], bit = 0, 0
-        while bit < width:  # neighbouring bits that stay neighbours are one // and one %
-            (of, low), run = source[first + bit], 1
-            while bit + run < width and source[first + bit + run] == (of, low + run):
-                run += 1
-            out[name] += at[of] // 2**low % 2**run * 2**bit
-            bit += run
-        first += width
-    return out
-
-
-def operand(rows, depth):
-    """T.Fragment of A [rows, depth]: 64 rows to four warps, k16 steps in turn; T.gemm takes no other than its own."""
-    atom = BLOCK.fragment  # (value, thread) -> (row, col) of wgmma's A; mma.sync's, as each warp owns 16 rows
-    back = atom.map.inverse()
-
-    def forward(row, k):
-        to = expressions(back, row=row % atom.rows, col=k % atom.cols)
-        return row // atom.rows * atom.threads + to["thread"], k // atom.cols * atom.values + to["value"]
-
-    return T.Fragment((rows, depth), forward_fn=forward)
 
 
 @T.macro
@@ -83,7 +55,7 @@ def tile_w4a16(n, k, block_tokens=64, stages=3):
             Ys = T.alloc_shared((block_tokens, BN), "float16")
             A = T.alloc_fragment((BN, BK), "float16")
             acc = T.alloc_fragment((BN, block_tokens), "float32")
-            T.annotate_layout({A: operand(BN, BK)})
+            T.annotate_layout({A: fragment(BLOCK.fragment, BN, BK)})
             T.clear(acc)
             for step in T.Pipelined(k // BK, num_stages=stages):
                 T.copy(X[bm * block_tokens, step * BK], Xs)

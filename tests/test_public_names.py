@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 OPS = ("fp8", "moe", "mxfp4", "mxfp4_fp8", "nvfp4", "registry", "w4a8.fp8", "w8a8", "w8a16")
 MODULES = (
     "terrazzo.integrations.transformers",
+    "terrazzo.layouts.tilelang",
     "terrazzo.lowering.errors",
     "terrazzo.nn.generation",
     "terrazzo.nn.preparing",
