@@ -3,6 +3,7 @@
     python -m benchmarks.engine --weights w4a16 --kernel terrazzo --out engine.json
     python -m benchmarks.engine --weights w4a16 --kernel machete --out engine.json     the same file, another row
     python -m benchmarks.engine --weights w4a16 --compile-only                         our kernels, without vLLM
+    python -m benchmarks.engine_table qwen2.5-7b --out engine.json                     a model's table in one run
     python -m benchmarks.engine --attention terrazzo --kv-cache-dtype int4_per_token_head --dtype bfloat16 \
         --cases 64x8192 64x1024 1x8192 --layers 16 --output 64 --out kv_engine.json    our cache, sequences x prompt
     python -m benchmarks.engine --join a.json b.json --out engine.json                 rows of several files in one
@@ -11,17 +12,20 @@
 A row is one batch: so many requests of `--prompt` random tokens at once, `--output` tokens each, greedy. `step_ms` is
 the time of an output token after the last prefill: from the step in which the last request got its first token to the
 one in which the first request has all of them, so that all are decoded together; `first_s` is the time until then.
-`tokens_s` counts all output tokens over the whole time. Weights are random and the same for each kernel; the cache of
-prefixes is off. A kernel is "terrazzo", or a `linear_backend` of vLLM; "auto" is what vLLM chooses without us, and
-"moe_wna16" its Triton experts of AWQ and GPTQ models, with the linear layers of "auto".
-`kv_tokens` is how many tokens the cache holds in the memory that the engine found free. With `--profile`, `kernels_ms`
-says how many milliseconds of a step each kernel takes, in a run of its own behind all timings.
+`tokens_s` counts all output tokens over the whole time. All three are medians of the runs in `steps_ms`; `spread` is
+what lies between the least and the most of these, over the median. Weights are random and the same for each kernel; the
+cache of prefixes is off. A kernel is "terrazzo", or a `linear_backend` of vLLM; "auto" is what vLLM chooses without us,
+and "moe_wna16" its Triton experts of AWQ and GPTQ models, with the linear layers of "auto".
+`kv_tokens` is how many tokens the cache holds in the memory that the engine found free; a batch that needs more is not
+timed, and its row says so. With `--profile`, `kernels_ms` says how many milliseconds of a step each kernel takes, and
+`launches` the same of each size of launch, in a run of its own after all timings.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
@@ -36,6 +40,9 @@ from terrazzo.lowering.errors import ArgumentError
 from benchmarks import engine_model, report
 
 BATCHES, PROMPT, OUTPUT, STEP_TOKENS = (1, 16, 64, 256), 1024, 256, 8192
+GATE = "benchmarks.engine waits:"
+WARM_BYTES = 1 << 30
+"""Of a cache that is only there to start an engine."""
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -52,14 +59,21 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=int, default=OUTPUT)
     parser.add_argument("--attention", choices=("vllm", "terrazzo"), default="vllm", help="whose backend")
     parser.add_argument("--step-tokens", type=int, default=STEP_TOKENS, help="most tokens of a step")
-    parser.add_argument("--repeat", type=int, default=2, help="the best of so many")
+    parser.add_argument("--repeat", type=int, default=2, help="runs of a batch")
     parser.add_argument("--spend", type=float, default=0.0, help="seconds of a batch's runs, which are more then")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--memory", type=float, default=0.85, help="share of the GPU's")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds after which no further batch is begun")
-    parser.add_argument("--profile", action="store_true", help="then say where a step's time goes: kernels_ms")
+    parser.add_argument(
+        "--profile", nargs="*", metavar="NxP", help="of these cases, or of all: where a step's time goes"
+    )
     parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
     parser.add_argument("--compile-only", action="store_true", help="compile our kernels and stop")
+    parser.add_argument("--bundle", help="folder with our kernels; nothing is compiled then")
+    parser.add_argument("--warm", action="store_true", help="stop when the engine is ready: only its caches are filled")
+    parser.add_argument(
+        "--gates", action="store_true", help="wait for a line of stdin before the engine, and its timing"
+    )
     parser.add_argument("--ranks", type=int, default=1, help="with --compile-only: GPUs that share the model")
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
     parser.add_argument("--out", type=Path, help="file whose other rows are kept")
@@ -73,6 +87,13 @@ def cases(o: argparse.Namespace) -> list[tuple[int, int]]:
     if o.cases is None:
         return [(batch, o.prompt) for batch in o.batch]
     return [(int(batch), int(prompt)) for batch, _, prompt in (case.partition("x") for case in o.cases)]
+
+
+def gate(o: argparse.Namespace, name: str) -> None:
+    """With --gates, say what comes next and wait until it may."""
+    if o.gates:
+        print(f"{GATE} {name}", flush=True)
+        sys.stdin.readline()
 
 
 def longest(o: argparse.Namespace) -> int:
@@ -137,33 +158,52 @@ def wanted(o: argparse.Namespace) -> list[Any]:
     ]
 
 
-def compile_kernels(o: argparse.Namespace) -> None:
-    """Into the cache, for the GPU that is here, else for an H100."""
-    import torch
+def requests(o: argparse.Namespace, target: Any) -> list[Any]:
+    """Every kernel of ours that an engine's steps launch."""
     from terrazzo.integrations.engines import kernels
-    from terrazzo.lowering.parallel import compile_many
-    from terrazzo.lowering.targets import Target
 
-    target = Target.detect() if torch.cuda.is_available() else Target.parse("nvidia/nvidia-h100")
-    top_k = engine_model.SHAPES[o.shape].get("num_experts_per_tok", 1)
-    start, found = time.perf_counter(), {}
+    config = engine_model.SHAPES[o.shape]
+    top_k, found = config.get("num_experts_per_tok", 1), {}
     if o.attention == "terrazzo":
         found |= dict.fromkeys(attention_kind(o).requests(target))
-    for each in wanted(o) if o.kernel == "terrazzo" else ():
+    for index, each in enumerate(wanted(o) if o.kernel == "terrazzo" else ()):
         many = top_k if each.experts else 1
-        found |= dict.fromkeys(kernels.requests_of(each, not each.zero_points, False, o.step_tokens, target, many))
+        for bias in (False, True) if not index and config["model_type"] == "qwen2" else (False,):
+            own = (each, not each.zero_points, bias, o.step_tokens, target, many)
+            found |= dict.fromkeys(kernels.requests_of(*own))
         if each.experts:
             gates = (each.k, each.operator, "silu", o.dtype, o.step_tokens * top_k, target)
             found |= dict.fromkeys(kernels.gate_requests(*gates))
-    outcomes = compile_many(list(found))
-    failed = {str(e)[:300] for e in outcomes if isinstance(e, Exception)}
+    return list(found)
+
+
+def compile_kernels(found: list[Any], bundle: str | None = None) -> int:
+    """Into the cache, and into a bundle if one is named; how many failed."""
+    from terrazzo.lowering.bundle import write_bundle
+    from terrazzo.lowering.parallel import compile_many
+
+    start, found = time.perf_counter(), list(dict.fromkeys(found))
+    failed = {str(e)[:300] for e in compile_many(found) if isinstance(e, Exception)}
     print(f"{len(found)} kernels in {time.perf_counter() - start:.0f} s", *failed, sep="\n", flush=True)
+    if bundle is not None and not failed:
+        write_bundle(bundle, found, replace=True)
+    return len(failed)
+
+
+def compiled_for() -> Any:
+    """The GPU that is here, else an H100."""
+    import torch
+    from terrazzo.lowering.targets import Target
+
+    return Target.detect() if torch.cuda.is_available() else Target.parse("nvidia/nvidia-h100")
 
 
 def engine(o: argparse.Namespace, folder: Path) -> Any:
     """vLLM's LLM of a folder that has a config alone."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    ours = dict(linear=o.kernel == "terrazzo", experts=o.kernel == "terrazzo")
+    ours: dict[str, Any] = dict(linear=o.kernel == "terrazzo", experts=o.kernel == "terrazzo")
+    if o.bundle is not None:
+        ours |= dict(bundle=o.bundle, strict=True)
     if o.kernel == "terrazzo" or o.attention == "terrazzo":
         from terrazzo.integrations.vllm import register
 
@@ -172,6 +212,7 @@ def engine(o: argparse.Namespace, folder: Path) -> Any:
         os.environ["VLLM_PLUGINS"] = ""
     from vllm import LLM
 
+    gate(o, "engine")
     batches = {batch for batch, _ in cases(o)}
     options: dict[str, Any] = dict(
         model=str(folder), load_format=engine_model.register_loader(), skip_tokenizer_init=True, dtype=o.dtype, seed=0,
@@ -180,6 +221,8 @@ def engine(o: argparse.Namespace, folder: Path) -> Any:
         gpu_memory_utilization=o.memory, enforce_eager=o.eager, kv_cache_dtype=o.kv_cache_dtype,
         enable_prefix_caching=False,
     )  # fmt: skip
+    if o.warm:
+        options |= dict(gpu_memory_utilization=0.02, kv_cache_memory_bytes=WARM_BYTES)
     if not o.eager:
         options["compilation_config"] = {"cudagraph_capture_sizes": sorted({1, *batches})}
     if o.kernel == "moe_wna16":
@@ -250,6 +293,17 @@ def shares(events: list[tuple[str, float]], steps: int, most: int = 12) -> dict[
     return {name: round(spent, 4) for name, spent in [*ordered[:most], *rest.items()]}
 
 
+def launches(events: list[dict[str, Any]], steps: int) -> list[list[Any]]:
+    """[name, grid, threads, registers, launches of a step, microseconds of one] of a trace's kernels, in the order in
+    which they first come: all of ours have one name, and sizes tell them apart."""
+    found: dict[tuple, list[float]] = {}
+    for event in sorted(events, key=lambda event: event["ts"]):
+        args = event["args"]
+        size = (args.get("grid"), math.prod(args.get("block", ())), args.get("registers per thread"))
+        found.setdefault((event["name"][:60], str(size[0]), *size[1:]), []).append(event["dur"])
+    return [[*key, round(len(us) / steps, 2), round(sum(us) / len(us), 2)] for key, us in found.items()]
+
+
 def explain(llm: Any, o: argparse.Namespace, row: dict[str, Any]) -> None:
     """Where a step's time goes, into its row: after all timings, which a profiler would slow down."""
     import torch
@@ -258,8 +312,12 @@ def explain(llm: Any, o: argparse.Namespace, row: dict[str, Any]) -> None:
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
     batch, prompt = row["batch"], row["prompt"]
     steps = generate(llm, o, batch, prompt, tokens, f"profile{batch}x{prompt}", profiler)["steps"]
-    events = [(event.key, event.self_device_time_total) for event in profiler.key_averages()]
-    row["kernels_ms"] = shares([(name, spent) for name, spent in events if spent], steps)
+    with tempfile.TemporaryDirectory() as scratch:
+        profiler.export_chrome_trace(f"{scratch}/trace.json")
+        events = json.loads(Path(scratch, "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    events = [event for event in events if event.get("cat") == "kernel"]
+    row["kernels_ms"] = shares([(event["name"], event["dur"]) for event in events], steps)
+    row["launches"] = launches(events, steps)
     busy = sum(row["kernels_ms"].values())
     print(f"{batch:4d} x {prompt}: kernels {busy:.3f} ms of a step: {row['kernels_ms']}", flush=True)
 
@@ -271,59 +329,81 @@ def run(o: argparse.Namespace) -> int:
     if o.join is not None:
         return join([json.loads(path.read_text(encoding="utf-8")) for path in o.join], o.out)
     if o.compile_only:
-        compile_kernels(o)
-        return 0
+        return min(1, compile_kernels(requests(o, compiled_for()), o.bundle))
     check(o)
-    with tempfile.TemporaryDirectory() as temporary:
-        where = Path(temporary)
-        folder = engine_model.write_config(where, o.shape, o.weights, o.group, o.dtype, o.layers, longest(o))
-        llm = engine(o, folder)
-        import torch
-        import vllm
-        from terrazzo.autotune import gemm_bench
-        from terrazzo.lowering.targets import Target
+    name = f"terrazzo-{o.shape}-{o.weights}-{o.kv_cache_dtype}-{o.layers}"  # vLLM finds its compile cache by it, too
+    folder = Path(os.environ.get("VLLM_CACHE_ROOT", tempfile.gettempdir()), name)
+    llm = engine(o, engine_model.write_config(folder, o.shape, o.weights, o.group, o.dtype, o.layers, longest(o)))
+    import vllm
+    from terrazzo.autotune import gemm_bench
+    from terrazzo.lowering.targets import Target
 
-        ready = time.perf_counter() - began
-        used = llm.apply_model(chosen)[0]
-        print(f"vllm {vllm.__version__}, torch {torch.__version__}; ready in {ready:.0f} s; {used}", flush=True)
-        result = gemm_bench.header(Target.detect(), o.commit) | dict(vllm=vllm.__version__, rows=[])
-        cache = llm.llm_engine.vllm_config.cache_config
-        held = (cache.num_gpu_blocks or 0) * cache.block_size
-        print(f"{held} tokens find room, pages of {cache.block_size}", flush=True)
-        for batch, prompt in cases(o):
-            if time.perf_counter() - began > o.budget:
-                print(f"batch {batch}: no time left")
-                break
-            generate(llm, o, batch, prompt, 4, f"warm{batch}x{prompt}")
-            runs: list[dict[str, Any]] = []
-            while len(runs) < o.repeat or sum(each["seconds"] for each in runs) < o.spend:
-                runs.append(generate(llm, o, batch, prompt, o.output, f"{batch}x{prompt}-{len(runs)}"))
-            best = min(runs, key=lambda each: each["step_ms"])
-            row = dict(
-                shape=o.shape, layers=o.layers or engine_model.SHAPES[o.shape]["num_hidden_layers"], weights=o.weights,
-                group=o.group, dtype=o.dtype, kv=o.kv_cache_dtype, kernel=o.kernel, used=used, batch=batch,
-                prompt=prompt, output=o.output, attention=o.attention,
-                page=cache.block_size, kv_tokens=held, eager=o.eager, ready_s=round(ready, 1),
-                step_ms=round(best["step_ms"], 4), steps_ms=[round(each["step_ms"], 4) for each in runs],
-                first_s=round(best["first_s"], 4),
-                tokens_s=round(batch * o.output / statistics.median(each["seconds"] for each in runs), 1),
-            )  # fmt: skip
-            result["rows"].append(row)
-            print(f"{batch:4d} x {prompt}: {row['step_ms']:.3f} ms a token, {row['tokens_s']:.0f} tokens/s", flush=True)
+    if o.warm:
+        return 0
+    facts = dict(used=llm.apply_model(chosen)[0], ready_s=round(time.perf_counter() - began, 1))
+    print(f"vllm {vllm.__version__}; ready in {facts['ready_s']:.0f} s; {facts['used']}", flush=True)
+    gate(o, "timing")
+    result = gemm_bench.header(Target.detect(), o.commit) | dict(vllm=vllm.__version__, rows=[])
+    for batch, prompt in cases(o):
+        if time.perf_counter() - began > o.budget:
+            print(f"batch {batch}: no time left")
+            break
+        result["rows"].append(measured(llm, o, batch, prompt) | facts)
+        if o.out is not None:
+            write(o.out, result)
+    explained = o.profile or [f"{batch}x{prompt}" for batch, prompt in cases(o)] if o.profile is not None else ()
+    for row in result["rows"]:
+        named = f"{row['batch']}x{row['prompt']}" in explained and "step_ms" in row
+        if named and time.perf_counter() - began < o.budget:
+            explain(llm, o, row)
             if o.out is not None:
                 write(o.out, result)
-        for row in result["rows"] if o.profile else ():
-            if time.perf_counter() - began < o.budget:
-                explain(llm, o, row)
-                if o.out is not None:
-                    write(o.out, result)
     return 0
+
+
+def configured(o: argparse.Namespace) -> dict[str, Any]:
+    """What all rows of a run have alike."""
+    return dict(
+        shape=o.shape, layers=o.layers or engine_model.SHAPES[o.shape]["num_hidden_layers"], weights=o.weights,
+        group=o.group, dtype=o.dtype, kv=o.kv_cache_dtype, kernel=o.kernel, output=o.output, attention=o.attention,
+        eager=o.eager,
+    )  # fmt: skip
+
+
+def measured(llm: Any, o: argparse.Namespace, batch: int, prompt: int) -> dict[str, Any]:
+    """The row of a case; `failure` where the cache has no room for it."""
+    cache = llm.llm_engine.vllm_config.cache_config
+    held = (cache.num_gpu_blocks or 0) * cache.block_size
+    row = configured(o) | dict(batch=batch, prompt=prompt, page=cache.block_size, kv_tokens=held)
+    if held < (needed := batch * (prompt + o.output)):
+        print(f"{batch:4d} x {prompt}: {held} tokens find room, {needed} are needed", flush=True)
+        return row | dict(failure=f"{held} tokens find room, {needed} are needed")
+    short = min(prompt, 2 * o.step_tokens // batch)  # a full step of prefills, and decodes of the batch
+    generate(llm, o, batch, short, prefills(o, batch, short) + 3, f"warm{batch}x{prompt}")
+    runs: list[dict[str, Any]] = []
+    while len(runs) < o.repeat or sum(each["seconds"] for each in runs) < o.spend:
+        runs.append(generate(llm, o, batch, prompt, o.output, f"{batch}x{prompt}-{len(runs)}"))
+    median = lambda name: statistics.median(each[name] for each in runs)
+    steps = [round(each["step_ms"], 4) for each in runs]
+    row |= dict(
+        step_ms=round(median("step_ms"), 4), steps_ms=steps, repeats=len(runs), first_s=round(median("first_s"), 4),
+        spread=round((max(steps) - min(steps)) / statistics.median(steps), 4),
+        tokens_s=round(batch * o.output / median("seconds"), 1),
+    )  # fmt: skip
+    print(
+        f"{batch:4d} x {prompt}: {row['step_ms']:.3f} ms a token, {row['tokens_s']:.0f} tokens/s, {held} tokens find "
+        f"room, spread {row['spread']:.1%}",
+        flush=True,
+    )
+    return row
+
+
+KEY = ("shape", "layers", "weights", "group", "dtype", "kv", "kernel", "batch", "prompt", "output", "eager")
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
     """What one row of a file is told from others by."""
-    names = ("shape", "layers", "weights", "group", "dtype", "kv", "kernel", "batch", "prompt", "output", "eager")
-    return (*(row[name] for name in names), row.get("attention", "vllm"))
+    return (*(row[name] for name in KEY), row.get("attention", "vllm"))
 
 
 def write(out: Path, result: dict[str, Any]) -> None:

@@ -13,6 +13,11 @@ LLAMA = dict(
     architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu", rms_norm_eps=1e-5, rope_theta=500000.0,
     max_position_embeddings=8192, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
+QWEN = dict(
+    architectures=["Qwen2ForCausalLM"], model_type="qwen2", hidden_act="silu", rms_norm_eps=1e-6, rope_theta=1e6,
+    max_position_embeddings=32768, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2, head_dim=128,
+    vocab_size=152064,
+)  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny-llama": LLAMA
     | dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -41,6 +46,12 @@ SHAPES: dict[str, dict[str, Any]] = {
            moe_intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
            vocab_size=256, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, decoder_sparse_step=1,
            mlp_only_layers=[], max_position_embeddings=512),
+    "qwen2.5-7b": QWEN
+    | dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+           num_key_value_heads=4),
+    "qwen2.5-14b": QWEN
+    | dict(hidden_size=5120, intermediate_size=13824, num_hidden_layers=48, num_attention_heads=40,
+           num_key_value_heads=8),
     "qwen3-30b-a3b": LLAMA
     | dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144,
            moe_intermediate_size=768, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
@@ -65,9 +76,9 @@ def _by_token(kind: str) -> dict[str, Any]:
     return dict(num_bits=8, type=kind, symmetric=True, strategy="token", dynamic=True)
 
 
-def _floats(bits: int, **weights: Any) -> dict[str, Any]:
-    """Weights of few bits that are floating-point numbers, activations of 16 bits."""
-    made = _compressed(32, True, None)
+def _floats(bits: int, activations: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
+    """Weights of few bits that are floating-point numbers, activations of 16 bits unless they are stated."""
+    made = _compressed(32, True, activations)
     stated = dict(num_bits=bits, type="float", symmetric=True, dynamic=False) | weights
     made["config_groups"]["group_0"]["weights"] = stated
     return made | dict(format="mxfp4-pack-quantized" if bits == 4 else "float-quantized")
@@ -94,8 +105,10 @@ QUANTIZATION = {
     "w4a8-e4m3": lambda group: _compressed(group, True, _by_token("float")),
     "mxfp4": lambda group: _floats(4, strategy="group", group_size=32),
     "fp8-weights": lambda group: _floats(8, strategy="channel"),
+    "fp8": lambda group: _floats(8, _by_token("float"), strategy="channel"),
 }
-"""Name -> quantization_config of a group size; "w4a8" keeps its codes in words, "w4a8-int" in bytes."""
+"""Name -> quantization_config of a group size; "w4a8" keeps its codes in words, "w4a8-int" in bytes; "fp8" has
+activations of 8 bits, too."""
 
 
 def write_config(
@@ -107,6 +120,8 @@ def write_config(
     config["max_position_embeddings"] = max(config["max_position_embeddings"], positions)
     config |= {} if layers is None else dict(num_hidden_layers=layers)
     if stated := QUANTIZATION[quantization](group):
+        if quantization == "awq" and "num_experts" in config:
+            stated["modules_to_not_convert"] = ["mlp.gate"]  # the router
         config["quantization_config"] = stated
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
@@ -128,6 +143,8 @@ def fill(name: str, tensor: Any) -> None:
     with torch.no_grad():
         if leaf.endswith(("weight_shape", "g_idx", "g_idx_sort_indices", "workspace")):
             return
+        if leaf in ("q_scale", "k_scale", "v_scale", "prob_scale"):
+            return  # of a cache: as where a checkpoint has none
         if tensor.dtype == torch.int32 and "zero" in leaf:
             tensor.copy_((random(7, 10) * 0x11111111 + 2**31) % 2**32 - 2**31)
         elif tensor.dtype == torch.int32:
