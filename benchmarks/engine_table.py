@@ -13,6 +13,7 @@ starts. Nothing else runs while one is timed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -22,11 +23,11 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from terrazzo.lowering.errors import ArgumentError
 
-from benchmarks import engine, engine_model, report
+from benchmarks import engine, engine_model, report, tables
 
 CONFIGURATIONS = {
     "bf16": ("none", "auto", "auto"),
@@ -117,11 +118,9 @@ class Child:
 
     def go(self) -> None:
         """Let it pass the gate at which it stands."""
-        try:
+        with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write("\n")
             self.process.stdin.flush()
-        except BrokenPipeError:
-            pass
 
     def end(self, until: float = 0.0) -> int | None:
         """Its exit code, None if it had to be killed."""
@@ -216,36 +215,8 @@ def run(o: argparse.Namespace) -> int:
         if following is not None:
             following.end()
     if o.out is not None and o.out.exists():
-        print(markdown(json.loads(o.out.read_text(encoding="utf-8"))))
+        print(tables.served_table(json.loads(o.out.read_text(encoding="utf-8"))))
     return 1 if failed else 0
-
-
-def markdown(result: dict[str, Any]) -> str:
-    """Configurations below each other: milliseconds of an output token, tokens/s from end to end, room."""
-    cases = sorted({(row["batch"], row["prompt"]) for row in result["rows"]})
-    lines = []
-    for weights, kernel, cache in CONFIGURATIONS.values():
-        same = (weights, kernel, cache)
-        rows = [row for row in result["rows"] if (row["weights"], row["kernel"], row["kv"]) == same]
-        if rows:
-            cells = {(row["batch"], row["prompt"]): cell(row) for row in rows}
-            room = f"{rows[0]['kv_tokens'] / 1e6:.2f} M"
-            lines.append((*named(*same), *(cells.get(case, "") for case in cases), room))
-    head = ("weights", "kernels", "cache", *(f"{batch} x {prompt}" for batch, prompt in cases), "room for tokens")
-    return report.markdown(head, lines, range(3, 4 + len(cases)))
-
-
-def cell(row: dict[str, Any]) -> str:
-    if "failure" in row:
-        return "no room"
-    return f"{row['step_ms']:.2f} ms, {row['tokens_s']:.0f}"
-
-
-def named(weights: str, kernel: str, cache: str) -> tuple[str, str, str]:
-    """What a reader knows them by."""
-    of = {"none": "bfloat16", "fp8": "FP8 W8A8", "awq": "AWQ, W4A16", "w4a8": "W4A8 int8"}
-    cache = {"auto": "bfloat16"}.get(cache, cache.removesuffix("_per_token_head"))
-    return of[weights], "ours" if kernel == "terrazzo" else "vLLM's", cache
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -365,6 +365,41 @@ def gains(result: Mapping[str, Any]) -> str:
     return f"\n\n{said}\n\n{report.markdown(head, lines)}"
 
 
+SERVED = {"none": "bfloat16", "fp8": "FP8 W8A8", "awq": "W4A16 (AWQ)", "w4a8": "W4A8 int8"}
+"""Weights of a served model -> what a reader knows them by, in the order of the table."""
+
+
+def served_table(result: Mapping[str, Any]) -> str:
+    """Configurations below each other: milliseconds of an output token, tokens/s from end to end, room for tokens."""
+    rows, order = {}, list(SERVED)
+    for row in result["rows"]:
+        own = (row["kernel"] == "terrazzo", order.index(row["weights"]), row["kv"])
+        rows.setdefault(own, {})[row["batch"], row["prompt"]] = row
+    cases = sorted({case for found in rows.values() for case in found})
+    said = lambda row: "no room" if "failure" in row else f"{row['step_ms']:.2f} ({row['tokens_s']:.0f})"
+    lines = []
+    for (ours, at, kv), found in sorted(rows.items()):
+        cache = "bfloat16" if kv == "auto" else kv.removesuffix("_per_token_head")
+        room = max(row["kv_tokens"] for row in found.values()) / 1e6
+        cells = (said(found[case]) if case in found else "" for case in cases)
+        lines.append((SERVED[order[at]], cache, "ours" if ours else "vLLM's", *cells, f"{room:.2f} million"))
+    head = ("weights", "cache", "kernels", *(f"{batch} x {prompt}" for batch, prompt in cases), "room for tokens")
+    return report.markdown(head, lines, range(3, 4 + len(cases)))
+
+
+def served(result: Mapping[str, Any], source: str) -> str:
+    """A model inside vLLM in the configurations that a server chooses among."""
+    first, timed = result["rows"][0], [row for row in result["rows"] if "failure" not in row]
+    repeats, spread = min(row["repeats"] for row in timed), max(row["spread"] for row in timed)
+    text = (
+        f"`{first['shape']}` in vLLM {result['vllm']}, {first['output']} new tokens, requests x tokens of a prompt: "
+        f"milliseconds of an output token after the last prefill, in brackets tokens/s from end to end; medians of "
+        f"{repeats} runs, which differ by up to {spread:.1%}; {setting(result, source)} "
+        f"`python -m benchmarks.engine_table {first['shape']}` measures it."
+    )
+    return f"{text}\n\n{served_table(result)}"
+
+
 def kv_engine(result: Mapping[str, Any], source: str) -> str:
     """Caches inside vLLM compared with each other: requests that find room, an output token, tokens/s; first tokens."""
     rows: dict[tuple, dict[str, dict[tuple[int, int], Mapping[str, Any]]]] = {}
@@ -512,6 +547,7 @@ MODELS: dict[str, Table] = {
     "decode_step_*.json": decode_step,
     "engine_*.json": engine,
     "kv_engine_*.json": kv_engine,
+    "served_*.json": served,
     "accuracy_*.json": accuracy,
     "load_time_*.json": load_time,
     "tensor_parallel_*.json": tensor_parallel,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import engine, engine_table
+from benchmarks import engine, engine_table, tables
 
 STAND_IN = """
 import json, os, sys, time
@@ -67,8 +67,17 @@ def test_nothing_runs_while_a_configuration_is_timed(table, capsys):
     starts = [what[:2] for what in said if what[2] == "start"]
     assert starts.count(["none", "auto"]) == 1 and starts.count(["awq", "auto"]) == 2, "caches of all but the first"
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
-    assert ["bfloat16", "vLLM's", "bfloat16", "2.00 ms, 100", "no room", "1.50 M"] in lines
-    assert ["W4A8 int8", "ours", "int4", "2.00 ms, 100", "2.00 ms, 100", "1.50 M"] in lines
+    assert ["bfloat16", "bfloat16", "vLLM's", "2.00 (100)", "no room", "1.50 million"] in lines
+    assert ["W4A8 int8", "int4", "ours", "2.00 (100)", "2.00 (100)", "1.50 million"] in lines
+
+
+def test_a_page_says_how_often_and_how_evenly_was_timed():
+    facts = dict(shape="qwen2.5-7b", weights="none", kernel="auto", kv="auto", prompt=3000, output=128, kv_tokens=10**6)
+    rows = [facts | dict(batch=24, step_ms=7.0, tokens_s=1e3, repeats=3, spread=0.0123)]
+    rows += [facts | dict(batch=80, failure="no room")]
+    header = dict(gpu="H100", torch="2", date="2026", commit="1", vllm="0.26.0", rows=rows)
+    assert "medians of 3 runs, which differ by up to 1.2%" in tables.served(header, "f.json")
+    assert tables.owner("served_qwen2.5-7b_h100.json") == "served_*.json"
 
 
 def test_a_run_goes_on_where_it_stopped(table, monkeypatch, capsys):
