@@ -8,10 +8,11 @@ sixteenths of its rows into L2. A CTA also fetches `later` sixteenths of the row
 """
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops import gates
 from terrazzo.ops.gates import ACTIVATIONS
 from terrazzo.ops.tiles import row_outputs
-from terrazzo.ops.tiles.primitives import prelude
+from terrazzo.ops.tiles.cuda.experts import EXPERT_OF_ROW
+from terrazzo.ops.tiles.cuda.rows import GATED, ROW_OUTPUTS
+from terrazzo.ops.tiles.cuda.text import prelude
 from terrazzo.ops.tiles.row_outputs import VECTOR
 
 PASS_CONFIGS = (  # barriers are inside the primitives
@@ -22,15 +23,6 @@ LAYOUTS = ("gate_up", "up_gate", "interleaved")
 """Where gate and up are: halves of a row, in this order, or columns by turns, gate first."""
 NUMERICS = ("fused", "model")
 MOST_EXPERTS = 1024
-SOURCE = """\
-// the expert in whose range a row lies, -1 for none; offsets of E + 1 rows, ascending
-template <int E> __device__ __forceinline__ int tz_expert_of(const void *offsets, int row) {
-  const int *o = (const int *)offsets; int before = 0;
-  for (int i = threadIdx.x % 32; i <= E; i += 32) before += o[i] <= row;
-  before = __reduce_add_sync(~0u, before) - 1;
-  return before < E ? before : -1;
-}
-"""
 
 
 def build(
@@ -73,7 +65,7 @@ def build(
         row_outputs.cluster_of_row(parts, -(-3 * warps // 2) * 2),
         dict(cluster_dims=(parts, 1, 1)) if joined else {},
     )
-    own = (row_outputs.SOURCE, SOURCE + gates.SOURCE)
+    own = (ROW_OUTPUTS, EXPERT_OF_ROW + GATED)
     source = prelude(*row_outputs.primitives(output, fetches, joined), extra=own)
     M, MP = T.dynamic("m"), T.dynamic("mp")
 

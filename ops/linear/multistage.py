@@ -37,27 +37,16 @@ from terrazzo.ops.tiles.calls import (
     syncwarp,
     unpack,
 )
+from terrazzo.ops.tiles.cuda.experts import EXPERT_SEARCH
+from terrazzo.ops.tiles.cuda.text import prelude
+from terrazzo.ops.tiles.cuda.tiles import MMA_TILES, RAGGED
 from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.mma_tiles import Tile
-from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, take
 from terrazzo.ops.tiles.types import Buffers, Call, Macro, PrimFunc, Scalar, scalars
 
 UNIT_K = 128  # k extent of one unit of work: two ring stages
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
-_SOURCE = """\
-// what cp.async does, for rows that are not aligned to 16 bytes
-__device__ __forceinline__ void tz_copy_ragged(void *dst, const void *src, int bytes) {
-  unsigned short r[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) r[i] = 2 * i < bytes ? ((const unsigned short *)src)[i] : 0;
-  *(uint4 *)dst = make_uint4(r[0] | r[1] << 16, r[2] | r[3] << 16, r[4] | r[5] << 16, r[6] | r[7] << 16);
-}
-__device__ __forceinline__ bool tz_not_negative(int v) {
-  asm volatile("" : "+r"(v));
-  return v >= 0;
-}
-"""
 
 
 def shared_bytes(op: Operand, shape: Tile) -> int:
@@ -298,8 +287,8 @@ def program(op: Operand, shape: Tile, *, n: int, k: int, bias: bool, experts: in
     source = prelude(
         "cp_async", "lds", "ldmatrix", "pack", "semaphore",
         extra=(
-            mma_tiles.SOURCE, _SOURCE, op.scaling_converter.device_source,
-            *([mma_tiles.EXPERTS_SOURCE] if experts else []),
+            MMA_TILES, RAGGED, op.scaling_converter.device_source,
+            *([EXPERT_SEARCH] if experts else []),
         ),
     )  # fmt: skip
     matrices, token_blocks = max(experts, 1), token_blocks_of(M)

@@ -32,8 +32,8 @@ from terrazzo.ops.tiles.calls import (
     pack2,
     syncwarp,
 )
+from terrazzo.ops.tiles.cuda.text import prelude
 from terrazzo.ops.tiles.language import T
-from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.program import OWN_BARRIERS, take
 from terrazzo.ops.tiles.resident import ITEM_K, Split, cluster_shape, resident_macros, sum_macros, x_bytes, x_row
 from terrazzo.ops.tiles.resident_pipeline import Steps, walk_macro

@@ -25,11 +25,12 @@ from terrazzo.ops.linear.stages import Shape, fill_macros, operand_macros
 from terrazzo.ops.products.codes import BLOCK_WORDS
 from terrazzo.ops.tiles.calls import matrix, mma_kind, opaque, wgmma
 from terrazzo.ops.tiles.cluster_shares import cluster_macros
+from terrazzo.ops.tiles.cuda.experts import EXPERT_TABLE
+from terrazzo.ops.tiles.cuda.text import prelude
 from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.pipeline import Steps, Work, pipeline_macro
-from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.program import OWN_BARRIERS, take
-from terrazzo.ops.tiles.scheduler import EXPERTS_SOURCE, Ring, expert_macros, partition_macros, ring_macros, table_words
+from terrazzo.ops.tiles.scheduler import Ring, expert_macros, partition_macros, ring_macros, table_words
 from terrazzo.ops.tiles.shares import finish_macros, share_macros, spare_registers
 from terrazzo.ops.tiles.staged_rows import out_tokens, staged
 from terrazzo.ops.tiles.types import Buffers, Macro, PrimFunc, Scalar
@@ -230,7 +231,7 @@ def program(shape: Shape) -> PrimFunc:
     source = prelude(
         *PRIMITIVES,
         *(name for name, wanted in more if wanted),
-        extra=(op.scaling_converter.device_source, *([EXPERTS_SOURCE] if experts else [])),
+        extra=(op.scaling_converter.device_source, *([EXPERT_TABLE] if experts else [])),
     )
     last = T.Tensor((experts + 1,), "int32") if experts else T.int32
     cluster_dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}

@@ -18,7 +18,8 @@ from typing import Any
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.tiles import row_outputs
-from terrazzo.ops.tiles.primitives import prelude
+from terrazzo.ops.tiles.cuda.rows import NORMS, ROW_OUTPUTS, ROW_SUMS
+from terrazzo.ops.tiles.cuda.text import prelude
 from terrazzo.ops.tiles.row_outputs import VECTOR
 
 PASS_CONFIGS = (  # barriers are inside the primitives
@@ -29,46 +30,6 @@ STYLES = ("llama", "gemma", "gpt_oss")
 """Where the weight enters: llama w * round(x s), gpt_oss round(w * (x s)), gemma round((x s) * (1 + w))."""
 NUMERICS = ("fused", "model")
 HELD = 2  # vectors of a thread up to which weights are read beside the row, not behind its sum
-_SOURCE = """\
-// squares of 8 values join m[1]
-template <bool BF16> __device__ __forceinline__ void tz_squares8(void *m_, const void *x) {
-  float v[8], *m = (float *)m_;
-  tz_widen8<BF16>(v, x);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) m[1] = fmaf(v[i], v[i], m[1]);
-}
-// weights of 8 columns as they are stored: WIDE, floats
-template <bool WIDE> __device__ __forceinline__ void tz_weights8(void *w, const void *p) {
-  *(uint4 *)w = *(const uint4 *)p;
-  if constexpr (WIDE) *((uint4 *)w + 1) = *((const uint4 *)p + 1);
-}
-// v = x s w; ROUNDS 2: round(w round(x s)), 1: round((x s) w), 0: no rounding, and x w alone where s is 1
-template <bool BF16, bool WIDE, bool OFFSET, int ROUNDS> __device__ __forceinline__ void tz_normed8(
-    void *v_, const void *x, const void *w_, float s) {
-  float *v = (float *)v_, w[8];
-  tz_widen8<BF16>(v, x);
-  if constexpr (WIDE) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) w[i] = ((const float *)w_)[i];
-  } else tz_widen8<BF16>(w, w_);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    if constexpr (OFFSET) w[i] += 1.0f;
-    v[i] *= s;
-    if constexpr (ROUNDS == 2) v[i] = tz_round<BF16>(v[i]);
-    v[i] *= w[i];
-    if constexpr (ROUNDS) v[i] = tz_round<BF16>(v[i]);
-  }
-}
-// x = round(r + v), 8 values
-template <bool BF16> __device__ __forceinline__ void tz_sum8(void *x, const void *r, const void *v_) {
-  const float *v = (const float *)v_; float b[8];
-  tz_widen8<BF16>(b, r);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) b[i] += v[i];
-  tz_narrow8<BF16>(x, b);
-}
-"""
 
 
 @dataclass(frozen=True)
@@ -295,7 +256,7 @@ def build(
     ahead, later = (part * k // VECTOR // 16 * VECTOR if pdl else 0 for part in (ahead, later))  # values
     blocks = max(1, resident // threads)
     wave = blocks * target.sms  # CTAs that run at a time
-    source = prelude(*row_outputs.primitives(output, pdl), extra=(row_outputs.SOURCE, row_outputs.ADD_SOURCE + _SOURCE))
+    source = prelude(*row_outputs.primitives(output, pdl), extra=(ROW_OUTPUTS, ROW_SUMS + NORMS))
     M, MP = T.dynamic("m"), T.dynamic("mp")
     copies = copy_macros(norm, out, M)
     steps = value_macros(norm, out, copies.load_weights)

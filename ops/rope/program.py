@@ -7,7 +7,8 @@ before the kernel ahead on the stream has ended (programmatic dependent launch).
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.tiles import heads as tiles
 from terrazzo.ops.tiles import row_outputs
-from terrazzo.ops.tiles.primitives import prelude
+from terrazzo.ops.tiles.cuda.rows import HEADS, ROW_OUTPUTS
+from terrazzo.ops.tiles.cuda.text import prelude
 from terrazzo.ops.tiles.row_outputs import VECTOR
 
 PASS_CONFIGS = (
@@ -37,7 +38,7 @@ def build(target, *, head_dim: int, rotary_dim: int, layout: str, dtype: str, no
     of = tiles.heads(**kind)
     per_warp = 32 // of.lanes
     pdl = target.supports("pdl")
-    source = prelude(*row_outputs.primitives("none", False), extra=(row_outputs.SOURCE, tiles.SOURCE))
+    source = prelude(*row_outputs.primitives("none", False), extra=(ROW_OUTPUTS, HEADS))
     M, PITCH, P, WIDTH, PLACES = (T.dynamic(name) for name in ("m", "pitch", "p", "width", "places"))
     QN, KN = T.dynamic("qn"), T.dynamic("kn")
 

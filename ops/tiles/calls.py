@@ -1,4 +1,4 @@
-"""The named primitives (ops/tiles/primitives.py) as functions of TileLang expressions, for the macros of tile programs.
+"""The named primitives (ops/tiles/cuda) as functions of TileLang expressions, for the macros of tile programs.
 
 A function has its primitive's name without `tz_`. Where a primitive takes an address, the function takes the element
 that lies there, `Ws[stage, i]` or a whole buffer for its first one, or an address that another call has made. What is

@@ -17,55 +17,6 @@ LAYOUTS = ("neox", "interleaved")
 NORMS = ("none", "llama", "gemma")
 NUMERICS = ("fused", "model")
 MOST_DIMS = 512
-SOURCE = """\
-// squares of 16 values of a lane, summed over LANES lanes
-template <int LANES> __device__ __forceinline__ float tz_head_squares(const void *v_) {
-  const float *v = (const float *)v_; float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 16; ++i) sum = fmaf(v[i], v[i], sum);
-#pragma unroll
-  for (int d = LANES / 2; d; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
-  return sum;
-}
-// 8 values times the factor and the weights of a head; ROUNDS as in RMSNorm, OFFSET: 1 + weight
-template <bool BF16, bool OFFSET, int ROUNDS> __device__ __forceinline__ void tz_head_norm8(
-    void *v_, const void *w_, float s) {
-  float *v = (float *)v_, w[8];
-  tz_widen8<BF16>(w, w_);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    if constexpr (OFFSET) w[i] += 1.0f;
-    v[i] *= s;
-    if constexpr (ROUNDS == 2) v[i] = tz_round<BF16>(v[i]);
-    v[i] *= w[i];
-    if constexpr (ROUNDS) v[i] = tz_round<BF16>(v[i]);
-  }
-}
-// 16 bytes of weights as they are stored
-__device__ __forceinline__ void tz_head_weights8(void *w, const void *p) { *(uint4 *)w = *(const uint4 *)p; }
-__device__ __forceinline__ void tz_load_floats8(void *v_, const void *p) {
-  *(float4 *)v_ = *(const float4 *)p; *((float4 *)v_ + 1) = *((const float4 *)p + 1);
-}
-// 8 pairs of v turned by c, s. PAIRS: of neighbours in 16 values, else v[i] with v[i + 8]. ROUNDS: each product, in
-// 16 bits, as are c and s
-template <bool BF16, bool PAIRS, bool ROUNDS> __device__ __forceinline__ void tz_turn8(
-    void *v_, const void *c_, const void *s_) {
-  float *v = (float *)v_; const float *c = (const float *)c_, *s = (const float *)s_;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const int a = PAIRS ? 2 * i : i, b = PAIRS ? 2 * i + 1 : i + 8;
-    float x = v[a], y = v[b], cc = c[i], ss = s[i];
-    if constexpr (ROUNDS) {
-      cc = tz_round<BF16>(cc); ss = tz_round<BF16>(ss);
-      v[a] = tz_round<BF16>(tz_round<BF16>(x * cc) - tz_round<BF16>(y * ss));
-      v[b] = tz_round<BF16>(tz_round<BF16>(y * cc) + tz_round<BF16>(x * ss));
-    } else {
-      v[a] = fmaf(x, cc, -(y * ss));
-      v[b] = fmaf(y, cc, x * ss);
-    }
-  }
-}
-"""
 
 
 def lanes_of(head_dim: int) -> int:

@@ -16,24 +16,6 @@ from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.types import Call, Expr, Macro, Place
 
 STAGE_BYTES = 128  # of a token in a ring stage
-SOURCE = """\
-// element `ahead` of (row, col), SIZE bytes each, in 64-bit arithmetic: M * k may pass 2^31. It may lie outside the
-// matrix if nothing is copied from there. `ahead` is a constant, apart so that copies share the rest
-template <int SIZE> __device__ __forceinline__ void *tz_at(const void *p, int row, int pitch, int col, int ahead) {
-  return (char *)p + SIZE * ((long long)row * pitch + col) + SIZE * ahead;
-}
-__device__ __forceinline__ void tz_store_ragged(void *dst, const void *src, int count) {
-#pragma unroll
-  for (int i = 0; i < 8; ++i) if (i < count) ((unsigned short *)dst)[i] = ((const unsigned short *)src)[i];
-}
-// 8x8 matrix of 16-bit values, two in a lane, transposed in registers: sm_80 has no stmatrix
-__device__ __forceinline__ unsigned tz_movmatrix(unsigned a) {
-  unsigned d;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(d) : "r"(a));
-  return d;
-}
-__device__ __forceinline__ void tz_sts32(void *p, unsigned v) { *(unsigned *)p = v; }
-"""
 
 
 @dataclass(frozen=True)
@@ -139,35 +121,6 @@ def element(size: int, matrix: Place, access: str, row: Place, pitch: int, col: 
 def sts32(to: Place, word: Expr) -> Expr:
     """A 32-bit value to an address."""
     return call("sts32", address(to, "w", 4), word)
-
-
-EXPERTS_SOURCE = """\
-// what expert owns token block `at` of all: found = its number, the blocks before its first one, how many it has, and
-// its tokens [3] .. [4] - 1, kept inside 0..m; behind the last block, one without tokens. By a whole warp
-template <int E>
-__device__ __forceinline__ void tz_expert_at(void *found_, const void *offsets_, int m, int block, int at) {
-  int *found = (int *)found_, lane = threadIdx.x % 32, before = 0;
-  const int *offsets = (const int *)offsets_;
-  found[0] = 0; found[1] = at; found[2] = 1; found[3] = 0; found[4] = 0;
-#pragma unroll 1
-  for (int base = 0; base < E; base += 32) {
-    int e = base + lane, lo = min(max(offsets[min(e, E)], 0), m), hi = min(max(offsets[min(e + 1, E)], 0), m);
-    int own = (max(hi - lo, 0) + block - 1) / block, sum = own;
-    for (int d = 1; d < 32; d *= 2) { int v = __shfl_up_sync(~0u, sum, d); if (lane >= d) sum += v; }
-    int lane_of = __popc(__ballot_sync(~0u, before + sum <= at));  // lanes whose blocks end before this one
-    if (lane_of < 32) {
-      found[0] = base + lane_of;
-      found[1] = before + __shfl_sync(~0u, sum - own, lane_of);
-      found[2] = __shfl_sync(~0u, own, lane_of);
-      found[3] = __shfl_sync(~0u, lo, lane_of);
-      found[4] = __shfl_sync(~0u, hi, lane_of);
-      break;
-    }
-    before += __shfl_sync(~0u, sum, 31);
-  }
-}
-"""
-"""Why not TileLang: a scan and a search by warp votes."""
 
 
 def place_macros(tile: Tile, *, row_tiles: int, experts: int = 0) -> tuple[Macro, Call]:

@@ -149,35 +149,6 @@ def partition_macros(
     return Tiles(plan, segment, each_unit, later_shares)
 
 
-EXPERTS_SOURCE = """\
-// table[e], e <= E: token blocks of the experts before e; table[E + 1 + e]: their tokens, kept inside 0..m
-template <int E> __device__ __forceinline__ void tz_expert_table(void *table_, const void *offsets_, int m, int block) {
-  int *blocks = (int *)table_, *tokens = blocks + E + 1, lane = threadIdx.x % 32, before = 0;
-  const int *offsets = (const int *)offsets_;
-  if (threadIdx.x >= 32) return;
-#pragma unroll
-  for (int base = 0; base < E; base += 32) {
-    int e = base + lane, lo = min(max(offsets[min(e, E)], 0), m), hi = min(max(offsets[min(e + 1, E)], 0), m);
-    int sum = (max(hi - lo, 0) + block - 1) / block;
-    for (int d = 1; d < 32; d *= 2) { int v = __shfl_up_sync(~0u, sum, d); if (lane >= d) sum += v; }
-    if (e < E) { tokens[e] = lo; blocks[e + 1] = before + sum; }
-    if (e == E - 1) tokens[E] = hi;
-    before += __shfl_sync(~0u, sum, 31);
-  }
-  if (lane == 0) blocks[0] = 0;
-}
-// the expert of a token block, by a whole warp
-template <int E> __device__ __forceinline__ int tz_expert_of(const void *table, int block) {
-  int found = 0, lane = threadIdx.x % 32;
-#pragma unroll
-  for (int base = 1; base <= E; base += 32)
-    found += __popc(__ballot_sync(~0u, base + lane <= E && ((const int *)table)[min(base + lane, E)] <= block));
-  return found;
-}
-"""
-"""Why not TileLang: a scan and a search by warp votes."""
-
-
 def table_words(experts: int) -> int:
     """int32 of an expert table, padded so that what follows it in shared memory starts a line of 128 bytes."""
     return -(-2 * (experts + 1) // 32) * 32

@@ -187,7 +187,7 @@ for builder in builders:
 
 def test_closures_hold_programs_and_no_host_code():
     found = sources.closure({"terrazzo.ops.linear.stream_k"})
-    assert {"terrazzo.ops.tiles.primitives", "terrazzo.layouts.converters.u4", "terrazzo.ops.tiles.calls"} <= found
+    assert {"terrazzo.ops.tiles.cuda.memory", "terrazzo.layouts.converters.u4", "terrazzo.ops.tiles.calls"} <= found
     assert not {"terrazzo.ops.registry", "terrazzo.ops.weight_only.op", "terrazzo.ops.w4a16.importers"} & found
 
 

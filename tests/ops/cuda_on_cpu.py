@@ -28,7 +28,7 @@ from terrazzo.lowering.kernels import find_compiled
 from terrazzo.lowering.parallel import compile_many
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import import_tilelang
-from terrazzo.ops.attention.device.primitives import PRIMITIVES as attention_primitives
+from terrazzo.ops.tiles.cuda.attention import PRIMITIVES as attention_primitives
 
 SANITIZER = "TERRAZZO_EMULATE_SANITIZER"
 """Environment variable: `thread` or `address`, a colon, and the file of the reports less the process number."""

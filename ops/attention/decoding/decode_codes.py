@@ -8,9 +8,10 @@ them are a block of 128 columns, whichever head dimension there is.
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.attention.decoding.decode_arguments import Decode, query_at
-from terrazzo.ops.attention.device.primitives import attention_prelude
 from terrazzo.ops.attention.device.tile_macros import Sizes, each, less, smaller
 from terrazzo.ops.tiles import row_outputs
+from terrazzo.ops.tiles.cuda.attention import attention_prelude
+from terrazzo.ops.tiles.cuda.rows import ROW_OUTPUTS
 from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.row_outputs import BLOCK, FORMS, VECTOR
 from terrazzo.ops.tiles.types import Buffers, Macro
@@ -25,7 +26,7 @@ def prelude(p: Decode, *names: str) -> str:
     names += tuple(row_outputs.primitives(p.output, False)) if p.coded else ()
     found = [p.layout.k.converter, p.layout.v.converter, *([p.plain.k.converter] if p.residual else [])]
     sources = dict.fromkeys(c.device_source for c in sorted(found, key=lambda c: c.name))
-    return attention_prelude(*names, extra=(*sources, *((row_outputs.SOURCE,) if p.coded else ())))
+    return attention_prelude(*names, extra=(*sources, *((ROW_OUTPUTS,) if p.coded else ())))
 
 
 def _check(target, output: str, column_scales: bool) -> None:

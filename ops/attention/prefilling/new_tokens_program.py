@@ -8,12 +8,12 @@ transposed one. Rows behind the sequence's last token are zeros: their weights a
 from typing import NamedTuple
 
 from terrazzo.ops.attention.device.calls import at_page, clamp2, load_words, row16, store_words
-from terrazzo.ops.attention.device.primitives import attention_prelude
 from terrazzo.ops.attention.device.rotation_macros import make_rotation, row_stages
 from terrazzo.ops.attention.device.tile_macros import each, less
 from terrazzo.ops.attention.prefilling.prefill_rows import swizzled
 from terrazzo.ops.attention.prefilling.prefill_stages import STAGE
 from terrazzo.ops.tiles.calls import unpack
+from terrazzo.ops.tiles.cuda.attention import attention_prelude
 from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
 from terrazzo.ops.tiles.types import Buffer, Buffers

@@ -4,9 +4,9 @@ A thread has four head dimensions of a row, and adds the parts in their order: r
 """
 
 from terrazzo.ops.attention.device.calls import ex2, log2, store_words
-from terrazzo.ops.attention.device.primitives import attention_prelude
 from terrazzo.ops.attention.device.tile_macros import LOWEST, each
 from terrazzo.ops.tiles.calls import pack2
+from terrazzo.ops.tiles.cuda.attention import attention_prelude
 from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
 

@@ -18,7 +18,6 @@ from terrazzo.ops.attention.device.calls import (
     transpose,
     xor_shuffle,
 )
-from terrazzo.ops.attention.device.primitives import attention_prelude
 from terrazzo.ops.attention.device.rotation_macros import make_rotation, query_stages, sum_stages
 from terrazzo.ops.attention.device.tile_macros import LOWEST, THRESHOLD, each, less, smaller
 from terrazzo.ops.attention.prefilling.prefill_operands import STATE, Operands, make_operand_macros, sources
@@ -33,6 +32,7 @@ from terrazzo.ops.attention.prefilling.prefill_stages import (
     make_stage_macros,
 )
 from terrazzo.ops.tiles.calls import cp_async, cp_commit, cp_wait, mma, pack2, unpack
+from terrazzo.ops.tiles.cuda.attention import attention_prelude
 from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
 from terrazzo.ops.tiles.types import Buffers, Macro, PrimFunc, scalars

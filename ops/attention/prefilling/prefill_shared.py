@@ -18,7 +18,6 @@ The running maximum is lazy, for each warp: its sums are rescaled when a score e
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.attention.device.calls import among, any_lane, at8, ex2, fma, log2, tanh, uniform, xor_shuffle
-from terrazzo.ops.attention.device.primitives import attention_prelude
 from terrazzo.ops.attention.device.rotation_macros import make_rotation, row_sum_stages
 from terrazzo.ops.attention.device.tile_macros import LOWEST, THRESHOLD, each, less, smaller
 from terrazzo.ops.attention.prefilling.prefill_converters import (
@@ -53,6 +52,7 @@ from terrazzo.ops.tiles.calls import (
     wg_sync,
     wgmma,
 )
+from terrazzo.ops.tiles.cuda.attention import BYTES_ON, attention_prelude
 from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
 from terrazzo.ops.tiles.types import Buffers, Call, Macro, PrimFunc, scalars
@@ -64,9 +64,6 @@ NT = STAGE // 8  # n8 tiles of S
 OTHERS = 28
 """Registers of a consumer beside sums, weights and Q: with fewer left, 192 rows spill."""
 STATE_OF_ROWS = ("count", "slot", "parity", "to", "turn", "least", "high", "query", "head", "edge", "token", "end")
-_SOURCE = """\
-__device__ __forceinline__ void *tz_at8(const void *p, int at) { return (char *)p + at; }
-"""
 
 
 def operand_words(head_dim: int, wgs: int, buffers: int) -> int:
@@ -354,7 +351,7 @@ def build(target, **params: str | int | bool) -> PrimFunc:
     load_q, in_q = make_q_macros(ROWS, D, p.bf16, tile.layout.k.bf16, bool(layout.k.rotation))
     source = attention_prelude(
         "pack", "bulk", "lds", "warpgroup", "stmatrix", "stmatrix_trans", "ldmatrix", *(["turns"] if wgs > 1 else []),
-        extra=(_SOURCE, *sources(layout, *((plain,) if spare else ()))),
+        extra=(BYTES_ON, *sources(layout, *((plain,) if spare else ()))),
     )  # fmt: skip
 
     @T.macro

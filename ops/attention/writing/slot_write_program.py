@@ -12,7 +12,6 @@ With `rotary_dim`, keys and queries are normed and turned on the way, as in writ
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.attention.cache.layout import CacheLayout
 from terrazzo.ops.attention.device.calls import flip_words, store_words
-from terrazzo.ops.attention.device.primitives import FLIP, SLOTS
 from terrazzo.ops.attention.device.tile_macros import Sizes, each, less
 from terrazzo.ops.attention.writing.quantize_macros import tile_state
 from terrazzo.ops.attention.writing.turned_macros import SOURCES as TURNING
@@ -29,6 +28,7 @@ from terrazzo.ops.attention.writing.write_macros import (
     sizes,
 )
 from terrazzo.ops.attention.writing.write_program import PASS_CONFIGS
+from terrazzo.ops.tiles.cuda.writing import FLIP, SLOTS
 from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.types import Buffers, Macro, scalars
 

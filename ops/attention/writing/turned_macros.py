@@ -9,12 +9,12 @@ from typing import NamedTuple
 from terrazzo.ops.attention.device.tile_macros import each
 from terrazzo.ops.attention.writing.write_macros import NewRows, Rows, row_pitch
 from terrazzo.ops.tiles import heads as heads_in_lanes
-from terrazzo.ops.tiles import row_outputs
+from terrazzo.ops.tiles.cuda.rows import HEADS, ROW_OUTPUTS
 from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.row_outputs import VECTOR
 from terrazzo.ops.tiles.types import Call, Macro
 
-SOURCES = (row_outputs.SOURCE, heads_in_lanes.SOURCE)
+SOURCES = (ROW_OUTPUTS, HEADS)
 """CUDA text that these macros need, beside the primitive "rows"."""
 
 

@@ -8,10 +8,11 @@ from typing import NamedTuple
 from terrazzo.ops.attention.cache.layout import CacheLayout, residual_layout
 from terrazzo.ops.attention.device.calls import load_words, store_words
 from terrazzo.ops.attention.device.decode_copies import differ, peek
-from terrazzo.ops.attention.device.primitives import CLIPPING, PAIRS_OF_F16, attention_prelude
 from terrazzo.ops.attention.device.rotation_macros import make_rotation, row_stages
 from terrazzo.ops.attention.device.tile_macros import Sizes, each, larger, less, smaller
 from terrazzo.ops.attention.writing.quantize_macros import Quantizing, make_quantize_macros
+from terrazzo.ops.tiles.cuda.attention import attention_prelude
+from terrazzo.ops.tiles.cuda.writing import CLIPPING, PAIRS_OF_F16
 from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.types import Buffer, Buffers, Call, Expr, Macro
 

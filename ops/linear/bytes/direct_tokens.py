@@ -16,9 +16,9 @@ from terrazzo.ops.linear.bytes import direct
 from terrazzo.ops.linear.bytes.problem import UNIT_K
 from terrazzo.ops.linear.bytes.stages import fill_macros
 from terrazzo.ops.tiles.calls import fma, lds128, pack2, stmatrix4, store_row, syncwarp, uniform
+from terrazzo.ops.tiles.cuda.text import prelude
 from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.pipeline import Steps, Work, pipeline_macro
-from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, check_tile, take
 from terrazzo.ops.tiles.scheduler import Ring, expert_macros, partition_macros, ring_macros
 from terrazzo.ops.tiles.shares import finish_macros, share_macros, spare_registers

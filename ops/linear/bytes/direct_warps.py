@@ -17,27 +17,6 @@ from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.mma_tiles import Tile
 from terrazzo.ops.tiles.types import Buffers, Call, Expr, Macro, Place
 
-SOURCE = """\
-// m16n8k32 of e4m3: c += f * (a b), f of tokens 2 t and 2 t + 1. One piece of asm: apart, products pile up in registers
-__device__ __forceinline__ void tz_mma_e4m3_tokens(void *c_, const void *a_, const void *b_, float f0, float f1) {
-  float *c = (float *)c_; const unsigned *a = (const unsigned *)a_, *b = (const unsigned *)b_;
-  asm volatile("{ .reg .f32 d<4>;"
-               "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {d0,d1,d2,d3},{%4,%5,%6,%7},{%8,%9},"
-               "{%12,%12,%12,%12};"
-               "fma.rn.f32 %0,d0,%10,%0; fma.rn.f32 %1,d1,%11,%1; fma.rn.f32 %2,d2,%10,%2; fma.rn.f32 %3,d3,%11,%3; }"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(f0), "f"(f1), "f"(0.0f));
-}
-// the same on sums that stay in the tensor core: c += a b
-__device__ __forceinline__ void tz_mma_e4m3_sums(void *c_, const void *a_, const void *b_) {
-  float *c = (float *)c_; const unsigned *a = (const unsigned *)a_, *b = (const unsigned *)b_;
-  asm volatile("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-"""
-"""Why not TileLang: it has no mma.sync of e4m3 on float32 sums, nor one whose products are scaled at once."""
-
 
 @dataclass(frozen=True)
 class Warps:

@@ -26,9 +26,11 @@ from terrazzo.ops.linear.bytes.operand import operand_macros as byte_macros
 from terrazzo.ops.linear.bytes.problem import BLOCK_WORDS, RECORD_BYTES, UNIT_K, Gemm
 from terrazzo.ops.tiles import mma_tiles
 from terrazzo.ops.tiles.calls import call, cp_commit, cp_wait, last_arrival, lds32, lds128, pack2, rescale, syncwarp
+from terrazzo.ops.tiles.cuda.experts import EXPERT_SEARCH
+from terrazzo.ops.tiles.cuda.text import prelude
+from terrazzo.ops.tiles.cuda.tiles import MMA_E4M3, MMA_TILES
 from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.mma_tiles import Tile, element, sts32
-from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, take
 from terrazzo.ops.tiles.types import Buffers, Call, Macro, PrimFunc, Scalar, scalars
 
@@ -188,9 +190,9 @@ def source_of(gemm: Gemm, experts: int) -> str:
     """The primitives that a program needs."""
     used = ("cp_async", "lds", "ldmatrix", "pack", "semaphore", "int8", *(["e4m3"] if gemm.float_sums else []))
     found = [gemm.converter.device_source] if gemm.converts else []
-    found += [mma_tiles.EXPERTS_SOURCE] if experts else []
-    found += [direct_warps.SOURCE] if not gemm.converts and gemm.float_sums else []
-    return prelude(*used, extra=(mma_tiles.SOURCE, *found))
+    found += [EXPERT_SEARCH] if experts else []
+    found += [MMA_E4M3] if not gemm.converts and gemm.float_sums else []
+    return prelude(*used, extra=(MMA_TILES, *found))
 
 
 def program(gemm: Gemm, shape: Tile, experts: int) -> PrimFunc:

@@ -10,8 +10,8 @@ from terrazzo.ops.linear.bytes import fp8_problem
 from terrazzo.ops.linear.bytes.operand import operand_macros
 from terrazzo.ops.linear.bytes.problem import UNIT_K, Gemm
 from terrazzo.ops.tiles.calls import lds32, lds128, rescale
+from terrazzo.ops.tiles.cuda.text import prelude
 from terrazzo.ops.tiles.language import T
-from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, take
 from terrazzo.ops.tiles.resident import (
     ROW_WORDS,

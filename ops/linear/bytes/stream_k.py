@@ -26,11 +26,12 @@ from terrazzo.ops.linear.bytes.problem import UNIT_K, Gemm
 from terrazzo.ops.linear.bytes.stages import Form, consumer_macros, fill_macros
 from terrazzo.ops.tiles.calls import opaque
 from terrazzo.ops.tiles.cluster_shares import cluster_macros
+from terrazzo.ops.tiles.cuda.experts import EXPERT_TABLE
+from terrazzo.ops.tiles.cuda.text import prelude
 from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.pipeline import Steps, Work, pipeline_macro
-from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, check_tile, take
-from terrazzo.ops.tiles.scheduler import EXPERTS_SOURCE, Ring, expert_macros, partition_macros, ring_macros, table_words
+from terrazzo.ops.tiles.scheduler import Ring, expert_macros, partition_macros, ring_macros, table_words
 from terrazzo.ops.tiles.shares import finish_macros, share_macros, spare_registers
 from terrazzo.ops.tiles.staged_rows import Out, out_tokens, staged
 from terrazzo.ops.tiles.types import Buffers, Call, Macro, Scalar
@@ -188,7 +189,7 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
     used += () if converts else ("uniform",)
     used += ("bulk_at",) if gemm.launched is not None else ()
     source = prelude(
-        *used, extra=(*([gemm.converter.device_source] if converts else []), *([EXPERTS_SOURCE] if experts else []))
+        *used, extra=(*([gemm.converter.device_source] if converts else []), *([EXPERT_TABLE] if experts else []))
     )
     last = T.Tensor((experts + 1,), "int32") if experts else T.int32
     scales = (all_units, all_blocks * direct.GROUPS) if blocks else (matrices * all_blocks * 64 * gemm.channels,)

@@ -19,12 +19,12 @@ from terrazzo.ops.linear.bytes.stages import consumer_macros, fill_macros
 from terrazzo.ops.linear.mixed.epilogue import out_macros
 from terrazzo.ops.linear.mixed.problem import UNIT_K, UNIT_WORDS, Gemm, byte_gemm
 from terrazzo.ops.tiles.calls import copy16, fma, lds64, lds128, opaque, tma_tile, wg_sync
+from terrazzo.ops.tiles.cuda.experts import EXPERT_TABLE
+from terrazzo.ops.tiles.cuda.text import prelude
 from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.pipeline import RoleSteps, role_macro
-from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, check_tile, take
 from terrazzo.ops.tiles.scheduler import (
-    EXPERTS_SOURCE,
     expert_macros,
     partition_macros,
     plan_state,
@@ -147,7 +147,7 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
     state, fetch, out = out_macros(gemm, block_tokens=bm, cta_blocks=wgs, step=step, experts=experts)
     _, finish_alone = finish_macros(tiles, shares, out, leaves=lambda c: c.k0[0] > 0, adds=lambda c: c.k1[0] < units)
     used = ("lds", "place", "pack", "bulk", "stmatrix_trans", "semaphore", "quotient", "int8", "rows_out", "warpgroup")
-    source = prelude(*used, extra=(inner.converter.device_source, *([EXPERTS_SOURCE] if experts else [])))
+    source = prelude(*used, extra=(inner.converter.device_source, *([EXPERT_TABLE] if experts else [])))
     matrices, parts = max(experts, 1), T.Tensor((experts + 1,), "int32") if experts else T.int32
     M, MP, G = T.dynamic("m"), T.dynamic("mp"), T.dynamic("grid")
 

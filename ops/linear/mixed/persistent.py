@@ -17,22 +17,15 @@ from terrazzo.ops.linear.mixed import problem, work_list
 from terrazzo.ops.linear.mixed.problem import BLOCK_WORDS, SCALES, TILE4_WORDS, UNIT_K, UNIT_WORDS, Gemm
 from terrazzo.ops.tiles import mma_tiles
 from terrazzo.ops.tiles.calls import call, cp_async, cp_commit, cp_wait, lds32, lds64, lds128, mma, pack2, syncwarp
+from terrazzo.ops.tiles.cuda.blocks import BLOCK_SCALES, FLAGS, MMA_S4
+from terrazzo.ops.tiles.cuda.text import prelude
+from terrazzo.ops.tiles.cuda.tiles import MMA_TILES
 from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.mma_tiles import Tile, element, sts32
-from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, take
 from terrazzo.ops.tiles.types import Buffers, Macro, Scalar, scalars
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
-SOURCE = """\
-__device__ __forceinline__ void tz_mma_s4(void *d_, const void *a_, const void *b_) {
-  int *d = (int *)d_; const unsigned *a = (const unsigned *)a_, *b = (const unsigned *)b_;
-  asm volatile("mma.sync.aligned.m16n8k64.row.col.s32.s4.s4.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-               : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-"""
-"""Why not TileLang: its ptx_mma counts the offsets of int4 operands in half registers."""
 MOST_SUMS = 64  # of a thread, in f32 and once more in s32
 
 
@@ -236,9 +229,7 @@ def build(target, **params: Scalar):
     )
     scale, store = sum_macros(gemm, shape)
     used = ("cp_async", "lds", "ldmatrix", "pack", "semaphore", "int8")
-    source = prelude(
-        *used, extra=(mma_tiles.SOURCE, gemm.converter.device_source, problem.SOURCE, work_list.SOURCE, SOURCE)
-    )
+    source = prelude(*used, extra=(MMA_TILES, gemm.converter.device_source, BLOCK_SCALES, FLAGS, MMA_S4))
     M, MP, ENDS, COUNT, SLOTS = (T.dynamic(name) for name in ("m", "mp", "ends", "count", "slots"))
 
     @T.prim_func

@@ -80,26 +80,6 @@ def byte_gemm(gemm: Gemm) -> ByteGemm:
     return ByteGemm(gemm.n, gemm.k, UNIT_K, "int32", "signed", False)
 
 
-SOURCE = """\
-// s32 sums of a block times the scale of their token and of their row, added to f32 sums
-__device__ __forceinline__ float tz_scaled(float y, float sum, float token, float row) {
-  return fmaf(sum, token * row, y);
-}
-// two bfloat16 scales: of row g and of row g + 8
-__device__ __forceinline__ void tz_row_scales(void *s_, unsigned u) {
-  float *s = (float *)s_;
-  s[0] = __uint_as_float(u << 16); s[1] = __uint_as_float(u & 0xffff0000u);
-}
-// multipliers of row g and of row g + 8, the first byte of each record
-__device__ __forceinline__ void tz_row_multipliers(void *s_, unsigned u) {
-  float *s = (float *)s_;
-  s[0] = __uint_as_float(__byte_perm(u, 0x4b000000u, 0x7440)) - 8388608.0f;  // 2^23 and a byte, without it
-  s[1] = __uint_as_float(__byte_perm(u, 0x4b000000u, 0x7442)) - 8388608.0f;
-}
-"""
-"""Why not TileLang: reinterpreted halves of a word; the association of the product is part of the result's bits."""
-
-
 def scaled(y: Expr, total: Expr, token: Expr, row: Expr) -> Expr:
     """The int32 sum of a block, times the scales of its token and row, added to y."""
     return call("scaled", y, T.cast(total, "float32"), token, row, returns="float32")

@@ -11,8 +11,9 @@ added in order: the same bits in every run.
 from terrazzo.ops.linear.mixed import problem
 from terrazzo.ops.linear.mixed.problem import UNIT_K, UNIT_WORDS, Gemm
 from terrazzo.ops.tiles.calls import call, lds32, lds64, lds128, mma
+from terrazzo.ops.tiles.cuda.blocks import BLOCK_SCALES
+from terrazzo.ops.tiles.cuda.text import prelude
 from terrazzo.ops.tiles.language import T
-from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, take
 from terrazzo.ops.tiles.resident import (
     ROW_WORDS,
@@ -98,7 +99,7 @@ def build(target, **params: Scalar):
     ring = unit_macros(split, groups=1, pitch=pitch)
     copies = "multicast" if cluster > 1 else "bulk"
     used = ("cp_async", "lds", "ldmatrix", "semaphore", "int8", copies, *(["cluster"] if joined else []))
-    source = prelude(*used, extra=(gemm.converter.device_source, problem.SOURCE))
+    source = prelude(*used, extra=(gemm.converter.device_source, BLOCK_SCALES))
     cluster_dims = cluster_shape(target, kc, cluster, joined)
     M, MP = T.dynamic("m"), T.dynamic("mp")
 

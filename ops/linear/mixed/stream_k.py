@@ -27,9 +27,10 @@ from terrazzo.ops.linear.mixed.block_loop import loop_macro, registers_of
 from terrazzo.ops.linear.mixed.epilogue import out_macros
 from terrazzo.ops.linear.mixed.problem import UNIT_K, UNIT_WORDS, Gemm
 from terrazzo.ops.tiles.calls import bulk, turn_pass, turn_wait
+from terrazzo.ops.tiles.cuda.blocks import BLOCK_SCALES
+from terrazzo.ops.tiles.cuda.text import prelude
 from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.pipeline import RoleSteps, role_macro
-from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, check_tile, take
 from terrazzo.ops.tiles.scheduler import partition_macros, plan_state, ring_macros, ring_state, segment_state
 from terrazzo.ops.tiles.shares import finish_macros, share_macros
@@ -81,7 +82,7 @@ def program(gemm: Gemm, schedule: StreamK):
     _, finish_alone = finish_macros(tiles, shares, out, leaves=lambda c: c.k0[0] > 0, adds=lambda c: c.k1[0] < units)
     loop = loop_macro(schedule, rings, steps, convert)
     used = ("lds", "place", "pack", "bulk", "stmatrix_trans", "semaphore", "quotient", "int8", "rows_out", "warpgroup")
-    source = prelude(*used, *(["turns"] if turns else []), extra=(gemm.converter.device_source, problem.SOURCE))
+    source = prelude(*used, *(["turns"] if turns else []), extra=(gemm.converter.device_source, BLOCK_SCALES))
     M, MP, G = T.dynamic("m"), T.dynamic("mp"), T.dynamic("grid")
 
     @T.macro

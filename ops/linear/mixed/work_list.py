@@ -9,23 +9,6 @@ from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.types import Buffers, Macro, scalars
 
 ITEM_WORDS = 8
-SOURCE = """\
-// the CTA's earlier stores are visible to whoever sees the flag
-__device__ __forceinline__ void tz_cta_signal(int *flag) {
-  __syncthreads();
-  if (threadIdx.x == 0) asm volatile("st.release.gpu.s32 [%0],%1;" :: "l"(flag), "r"(1) : "memory");
-}
-// waits for `count` flags in a row, a thread for each, and takes them down again
-__device__ __forceinline__ void tz_cta_await(int *flag, int count) {
-  for (int i = threadIdx.x; i < count; i += blockDim.x) {
-    int v;
-    do { asm volatile("ld.acquire.gpu.s32 %0,[%1];" : "=r"(v) : "l"(flag + i) : "memory"); } while (!v);
-    flag[i] = 0;
-  }
-  __syncthreads();
-}
-"""
-"""Why not TileLang: release and acquire in global memory."""
 
 
 def item_state() -> Buffers:

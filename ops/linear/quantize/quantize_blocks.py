@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import gates
 from terrazzo.ops.linear.mixed.scales import GRANULARITIES, LARGEST_FACTOR, TINY, UNIFORM, UNITS
-from terrazzo.ops.tiles import row_outputs
 from terrazzo.ops.tiles.calls import call
+from terrazzo.ops.tiles.cuda.blocks import ROW_BLOCKS
+from terrazzo.ops.tiles.cuda.rows import GATED, ROW_OUTPUTS, ROW_SUMS
+from terrazzo.ops.tiles.cuda.text import prelude
 from terrazzo.ops.tiles.language import T
-from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.types import Expr, Macro, Scalar
 
 PASS_CONFIGS = (  # the barriers are the program's own
@@ -32,84 +33,6 @@ FRONTS = ("none", "residual", *GATES)
 """What a row is: x; round(x + residual), which leaves as the residual; or act(gate) * up of x's halves, gate first."""
 MOST_STAGED = 4  # vectors of a thread that are loaded together, where a row is made of two
 MOST_AHEAD = 32  # registers of a thread for order and gains that are loaded together with the row
-SOURCE = """\
-// 16 bytes of a row: to shared memory; with NORM the squares of its 8 values join sum[0]
-template <bool BF16, bool NORM> __device__ __forceinline__ void tz_row_stage(void *to, void *sum_, const void *x_) {
-  const unsigned *x = (const unsigned *)x_;
-  if constexpr (NORM) {
-    float *sum = (float *)sum_;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float lo = tz_unpack<BF16, 0>(x[i]), hi = tz_unpack<BF16, 1>(x[i]);
-      sum[0] = fmaf(lo, lo, sum[0]); sum[0] = fmaf(hi, hi, sum[0]);
-    }
-  }
-  *(uint4 *)to = *(const uint4 *)x;
-}
-// the sum over all threads; every thread gets it, and the row in shared memory is complete
-template <int WARPS> __device__ __forceinline__ float tz_cta_sum(float sum, void *shared_) {
-  float *shared = (float *)shared_; int lane = threadIdx.x % 32;
-  for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
-  if (lane == 0) shared[threadIdx.x / 32] = sum;
-  __syncthreads();
-  sum = lane < WARPS ? shared[lane] : 0.0f;
-  for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
-  return sum;
-}
-__device__ __forceinline__ void tz_ldg16(void *out, const void *p) { *(int4 *)out = __ldg((const int4 *)p); }
-// four values of a row: at `at` and on, or where a permutation says (negative: 0), times their gains
-template <bool BF16, bool PERM, bool GAIN> __device__ __forceinline__ void tz_gather4(
-    void *v_, const void *row_, int at, const void *order, const void *gain) {
-  float *v = (float *)v_; const unsigned short *row = (const unsigned short *)row_;
-  if constexpr (PERM) {
-    int4 p = *(const int4 *)order;
-    v[0] = p.x < 0 ? 0.0f : tz_unpack<BF16, 0>(row[p.x]); v[1] = p.y < 0 ? 0.0f : tz_unpack<BF16, 0>(row[p.y]);
-    v[2] = p.z < 0 ? 0.0f : tz_unpack<BF16, 0>(row[p.z]); v[3] = p.w < 0 ? 0.0f : tz_unpack<BF16, 0>(row[p.w]);
-  } else {
-    uint2 x = *(const uint2 *)(row + at);
-    v[0] = tz_unpack<BF16, 0>(x.x); v[1] = tz_unpack<BF16, 1>(x.x);
-    v[2] = tz_unpack<BF16, 0>(x.y); v[3] = tz_unpack<BF16, 1>(x.y);
-  }
-  if constexpr (GAIN) {
-    float4 g = *(const float4 *)gain;
-    v[0] *= g.x; v[1] *= g.y; v[2] *= g.z; v[3] *= g.w;
-  }
-}
-// largest magnitude of the four values of every lane; NaN wins: the bits of magnitudes order as integers
-__device__ __forceinline__ float tz_warp_largest(const void *v_) {
-  const float *v = (const float *)v_; unsigned m = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) m = max(m, __float_as_uint(fabsf(v[i])));
-  return __uint_as_float(__reduce_max_sync(~0u, m));
-}
-// largest of shared[lo .. hi), for every lane
-__device__ __forceinline__ float tz_largest_of(const void *shared, int lo, int hi) {
-  unsigned m = 0;
-  for (int i = lo + threadIdx.x % 32; i < hi; i += 32) m = max(m, ((const unsigned *)shared)[i]);
-  return __uint_as_float(__reduce_max_sync(~0u, m));
-}
-// four values times `inverse`, half to even, as bytes or (NIBBLES) as nibbles; with CLAMP kept inside -qmax .. qmax,
-// with TIMES multiplied by an integer afterwards
-template <bool NIBBLES, bool CLAMP, bool TIMES> __device__ __forceinline__ void tz_store_codes(
-    void *to, const void *v_, float inverse, float qmax, float times) {
-  const float *v = (const float *)v_; unsigned b[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    float x = fmaf(v[i], inverse, 12582912.0f);  // 1.5 * 2^23: ulp 1
-    if constexpr (CLAMP) {
-      if (v[i] * inverse > qmax) x = 12582912.0f + qmax;
-      if (v[i] * inverse < -qmax) x = 12582912.0f - qmax;
-    }
-    if constexpr (TIMES) x = fmaf(x - 12582912.0f, times, 12582912.0f);
-    b[i] = __float_as_uint(x);
-  }
-  if constexpr (NIBBLES)
-    *(unsigned short *)to = (b[0] & 15) | (b[1] & 15) << 4 | (b[2] & 15) << 8 | (b[3] & 15) << 12;
-  else
-    *(unsigned *)to = __byte_perm(__byte_perm(b[0], b[1], 0x0040), __byte_perm(b[2], b[3], 0x0040), 0x5410);
-}
-"""
-"""Why not TileLang: maxima that keep NaN, warp reductions, and conversions to packed nibbles and bytes."""
 
 
 def shared_bytes(k: int, warps: int) -> int:
@@ -374,8 +297,8 @@ def build(target, **params: Scalar):
     ahead = lists and turns * lists * 4 <= MOST_AHEAD
     turns_of = T.unroll if ahead else T.serial  # registers have no runtime index
     halves = front not in ("none", "residual")
-    own = {"none": (), "residual": (row_outputs.SOURCE, row_outputs.ADD_SOURCE)}
-    source = prelude("pack", "rows", extra=(*own.get(front, (row_outputs.SOURCE, gates.SOURCE)), SOURCE))
+    own = {"none": (), "residual": (ROW_OUTPUTS, ROW_SUMS)}
+    source = prelude("pack", "rows", extra=(*own.get(front, (ROW_OUTPUTS, GATED)), ROW_BLOCKS))
     stage = stage_macro(q) if front == "none" else front_macro(q)
     M, MP = T.dynamic("m"), T.dynamic("mp")
 

@@ -7,8 +7,9 @@ values, so x is read once.
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.tiles import row_outputs
 from terrazzo.ops.tiles.calls import call
+from terrazzo.ops.tiles.cuda.rows import BYTE_CODES, ROW_OUTPUTS
+from terrazzo.ops.tiles.cuda.text import prelude
 from terrazzo.ops.tiles.language import T
-from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.row_outputs import BLOCK, VECTOR
 from terrazzo.ops.tiles.types import Scalar
 from terrazzo.schedules.rows import Rows
@@ -18,35 +19,6 @@ PASS_CONFIGS = (  # barriers are inside the primitives
     ("tl.disable_warp_specialized", True),
 )
 FORMS = ("int8_static", "e4m3_static", "int8_asymmetric", "e4m3_block128", "e4m3_block128_ue8m0")
-SOURCE = """\
-// the largest of 8 values and of 0 joins m[0], that of their negatives m[1]; NaN wins: bits of both order as integers
-__device__ __forceinline__ void tz_range8(void *m_, const void *v_) {
-  unsigned *m = (unsigned *)m_; const float *v = (const float *)v_;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    unsigned bits = __float_as_uint(v[i]);
-    m[bits >> 31] = max(m[bits >> 31], bits & 0x7fffffffu);
-  }
-}
-// 8 bytes round(v * inverse + zero), half to even, kept inside -128 .. 127
-__device__ __forceinline__ void tz_affine8(void *q, const void *v_, float inverse, float zero) {
-  const float *v = (const float *)v_; unsigned b[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {  // 1.5 * 2^23: ulp 1
-    float x = fmaf(v[i], inverse, 12582912.0f + zero);
-    b[i] = __float_as_uint(fminf(fmaxf(x, 12582912.0f - 128.0f), 12582912.0f + 127.0f));
-  }
-  unsigned lo = __byte_perm(__byte_perm(b[0], b[1], 0x0040), __byte_perm(b[2], b[3], 0x0040), 0x5410);
-  unsigned hi = __byte_perm(__byte_perm(b[4], b[5], 0x0040), __byte_perm(b[6], b[7], 0x0040), 0x5410);
-  *(uint2 *)q = make_uint2(lo, hi);
-}
-// the least power of two that is not below a positive float, 2^-126 or more; infinity and NaN as they are
-__device__ __forceinline__ float tz_power_above(float v) {
-  unsigned bits = __float_as_uint(v);
-  return bits < 0x7f800000u ? __uint_as_float((bits + 0x7fffffu) & 0x7f800000u) : v;
-}
-"""
-"""Why not TileLang: maxima that keep NaN, and conversions to packed bytes."""
 
 
 def build(target, *, k: int, dtype: str, gain: bool, form: str, **params: Scalar):
@@ -74,7 +46,7 @@ def build(target, *, k: int, dtype: str, gain: bool, form: str, **params: Scalar
     threads, lanes = 32 * warps * rows, 32 * warps
     bf16 = str(dtype == "bfloat16").lower()
     blocks = max(1, tile.resident // threads)
-    source = prelude(*row_outputs.primitives(output, False), extra=(row_outputs.SOURCE, SOURCE))
+    source = prelude(*row_outputs.primitives(output, False), extra=(ROW_OUTPUTS, BYTE_CODES))
     pdl = target.supports("pdl")
     M, MP = T.dynamic("m"), T.dynamic("mp")
 

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.tiles.calls import call
+from terrazzo.ops.tiles.cuda.text import prelude
 from terrazzo.ops.tiles.language import T
-from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.types import Call, Macro, Scalar
 
 PASS_CONFIGS = (  # barriers are inside the primitives

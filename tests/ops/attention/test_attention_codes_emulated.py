@@ -11,7 +11,7 @@ from rows_on_cpu import MORE_SHIMS
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.attention.decoding import codes as output_codes
 from terrazzo.ops.attention.decoding import reference
-from terrazzo.ops.tiles import row_outputs
+from terrazzo.ops.tiles.cuda.rows import ROW_OUTPUTS
 from terrazzo.schedules.attention import Decode, WarpgroupDecode
 from test_attention_emulated import emulate, on_the_cpu  # noqa: F401
 from test_w4a8_quantize_rows import SHIMS, primitives
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing"),
 ]
 LAUNCHES = SHIMS[SHIMS.index("static void cudaTrigger") : SHIMS.index("static int __dp4a")]  # EARLY has its own
-SOURCES = (SHIMS.replace(LAUNCHES, "") + MORE_SHIMS + primitives(), row_outputs.SOURCE)
+SOURCES = (SHIMS.replace(LAUNCHES, "") + MORE_SHIMS + primitives(), ROW_OUTPUTS)
 CASES = {  # case, schedule, splits, shares, new tokens of each sequence, codes, smooth, column scales
     "int8": (Case("int4", "int4", lengths=(300, 0, 129)), Decode(1, 4, 2, 3, 1), 1, 0, (), "int8", True, False),
     "int8, splits and clusters": (

@@ -15,7 +15,7 @@ from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.attention.cache.launch import LOG2E
 from terrazzo.ops.attention.decoding import op, reference
 from terrazzo.ops.attention.decoding.codes import Codes
-from terrazzo.ops.attention.device.primitives import PRIMITIVES
+from terrazzo.ops.tiles.cuda.attention import PRIMITIVES
 from terrazzo.schedules.attention import Decode, WarpgroupDecode
 from wgmma_on_cpu import SHIMS as WGMMA
 from wgmma_on_cpu import translated

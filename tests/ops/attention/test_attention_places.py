@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 from cuda_on_cpu import EARLY, VOTES, CpuKernel
-from terrazzo.ops.attention.device.primitives import PRIMITIVES
+from terrazzo.ops.tiles.cuda.attention import PRIMITIVES
 from terrazzo.schedules.attention_balance import MOST_SPLITS
 
 KERNEL = """

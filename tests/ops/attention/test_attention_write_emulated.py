@@ -10,8 +10,9 @@ from cuda_on_cpu import EARLY, LDMATRIX, CpuKernel, cuda_text
 from emulated_cases import cases
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
-from terrazzo.ops.attention.device.primitives import CLIPPING, PRIMITIVES
 from terrazzo.ops.attention.writing import ring_write_program, write_program, writing
+from terrazzo.ops.tiles.cuda.attention import PRIMITIVES
+from terrazzo.ops.tiles.cuda.writing import CLIPPING
 
 from tests.gpu import attention_write_cases
 from tests.gpu.attention_write_cases import CASES, Case

@@ -13,12 +13,13 @@ from terrazzo.lowering.report import KernelReport
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.attention.cache.layout import CacheLayout
-from terrazzo.ops.attention.device.primitives import CLIPPING, PRIMITIVES
 from terrazzo.ops.attention.writing import rope_writing, write_program, writing
 from terrazzo.ops.rope import reference
 from terrazzo.ops.rope.op import Call
 from terrazzo.ops.tiles import heads as heads_in_lanes
-from terrazzo.ops.tiles import row_outputs
+from terrazzo.ops.tiles.cuda.attention import PRIMITIVES
+from terrazzo.ops.tiles.cuda.rows import HEADS, ROW_OUTPUTS
+from terrazzo.ops.tiles.cuda.writing import CLIPPING
 from test_attention_write_emulated import SHIMS
 
 from tests.gpu import attention_write_cases
@@ -81,7 +82,7 @@ def test_new_tokens_are_turned_and_stored(name, tmp_path):
     )
     warps = write_program.chunk_warps(made.residual_tokens)
     sources = [EARLY, LDMATRIX, SHIMS, PRIMITIVES["codes"].source, CLIPPING.source, MORE_SHIMS]
-    sources += [row_outputs.SOURCE, heads_in_lanes.SOURCE]
+    sources += [ROW_OUTPUTS, HEADS]
     kernel = CpuKernel(cuda_text(request), sources, warps * 32, tmp_path)
     zero, table = torch.zeros(1, 1, 4, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     residual = zero if made.residual is None else made.residual

@@ -10,12 +10,13 @@ from cuda_on_cpu import EARLY, LDMATRIX, VOTES, CpuKernel, cuda_text
 from emulated_cases import cases
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
-from terrazzo.ops.attention.device.primitives import CLIPPING, PRIMITIVES, SLOTS
 from terrazzo.ops.attention.writing import reference_writing, slot_write_program, slot_writing
 from terrazzo.ops.attention.writing.turned_macros import SOURCES as TURNING
 from terrazzo.ops.rope import reference
 from terrazzo.ops.rope.op import Call
 from terrazzo.ops.tiles import heads as heads_in_lanes
+from terrazzo.ops.tiles.cuda.attention import PRIMITIVES
+from terrazzo.ops.tiles.cuda.writing import CLIPPING, SLOTS
 from test_attention_write_emulated import SHIMS
 from test_rope_append_emulated import MORE_SHIMS
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from terrazzo.ops.attention.device import primitives as device
-from terrazzo.ops.tiles import primitives
+from terrazzo.ops.tiles.cuda import attention as device
+from terrazzo.ops.tiles.cuda import text as primitives
 
 
 @pytest.mark.parametrize("name", primitives.PRIMITIVES)

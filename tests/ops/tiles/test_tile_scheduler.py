@@ -9,7 +9,7 @@ from cuda_on_cpu import CpuKernel, cuda_text
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
-from terrazzo.ops.tiles.primitives import prelude
+from terrazzo.ops.tiles.cuda.text import prelude
 from terrazzo.ops.tiles.scheduler import partition_macros, plan_state, segment_state
 from terrazzo.schedules.partition import share_tiles
 from terrazzo.schedules.tile_costs import MOST_SLICES

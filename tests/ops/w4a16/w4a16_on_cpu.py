@@ -13,8 +13,8 @@ from terrazzo.layouts.converters import CONVERTERS, get_converter
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.ops.linear import multistage, small_batch, stream_k
 from terrazzo.ops.linear.sizes import shapeless
-from terrazzo.ops.tiles import mma_tiles
-from terrazzo.ops.tiles.scheduler import EXPERTS_SOURCE
+from terrazzo.ops.tiles.cuda.experts import EXPERT_SEARCH, EXPERT_TABLE
+from terrazzo.ops.tiles.cuda.tiles import RAGGED
 from terrazzo.ops.weight_only.integers import PackedWeight
 from terrazzo.schedules.clusters import PAIR
 from terrazzo.schedules.multistage import launch_sizes
@@ -139,9 +139,9 @@ class Program:
             source = translated(source, schedule.block_tokens).replace("tma_tile<", "tma_halves<")
             source = re.sub(r"\bgrid\b", "ctas", source)
         if experts:
-            shims += [VOTES, mma_tiles.EXPERTS_SOURCE if program is multistage else EXPERTS_SOURCE]
+            shims += [VOTES, EXPERT_SEARCH if program is multistage else EXPERT_TABLE]
         if program is multistage:
-            shims.append(multistage._SOURCE)
+            shims.append(RAGGED)
         source = re.sub(r"\bbfloat16_t\b", "bf16", re.sub(r"\bhalf_t\b", "f16", source))
         shims += [on_cpu(name) for name in CONVERTERS if f"tz_{name}(" in source]
         threads = schedule.warpgroups * 128 + 128 if program is stream_k else schedule.warps * 32

@@ -13,8 +13,7 @@ from emulated_cases import cases
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.linear.bytes import fp8_problem, multistage, stream_k
-from terrazzo.ops.tiles import mma_tiles
-from terrazzo.ops.tiles.scheduler import EXPERTS_SOURCE
+from terrazzo.ops.tiles.cuda.experts import EXPERT_SEARCH, EXPERT_TABLE
 from terrazzo.ops.w4a8 import fp8, fp8_reference
 from terrazzo.schedules.multistage import Multistage, launch_sizes
 from terrazzo.schedules.problem import Gemm
@@ -58,12 +57,12 @@ def kernel_of(
         request = KernelRequest(
             "w4a8.grouped", f"{multistage.__name__}:build", params, "sm_89", multistage.PASS_CONFIGS
         )
-        shims = [EXTRA, FLOATS, ADA, VOTES, mma_tiles.EXPERTS_SOURCE, converter]
+        shims = [EXTRA, FLOATS, ADA, VOTES, EXPERT_SEARCH, converter]
         return CpuKernel(on_cpu(cuda_text(request)), shims, schedule.warps * 32, folder)
     request = KernelRequest("w4a8.grouped", f"{stream_k.__name__}:build", params, "sm_90a", stream_k.PASS_CONFIGS)
     source = translated(cuda_text(request), schedule.block_tokens)
     base = EXTRA.replace("typedef unsigned char uchar;", "")
-    shims = [WGMMA, base, FLOATS, LOADS, VOTES, EXPERTS_SOURCE, converter]
+    shims = [WGMMA, base, FLOATS, LOADS, VOTES, EXPERT_TABLE, converter]
     return CpuKernel(re.sub(r"\bgrid\b", "ctas", source), shims, schedule.warpgroups * 128 + 128, folder)
 
 

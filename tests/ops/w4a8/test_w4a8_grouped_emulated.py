@@ -17,8 +17,7 @@ from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.linear.bytes import multistage, stream_k
 from terrazzo.ops.linear.bytes.problem import Gemm
 from terrazzo.ops.linear.sizes import shapeless
-from terrazzo.ops.tiles import mma_tiles
-from terrazzo.ops.tiles.scheduler import EXPERTS_SOURCE
+from terrazzo.ops.tiles.cuda.experts import EXPERT_SEARCH, EXPERT_TABLE
 from terrazzo.ops.w4a8.format import QuantizedWeight, pack
 from terrazzo.schedules.multistage import Multistage, launch_sizes
 from terrazzo.schedules.problem import Gemm as Problem
@@ -138,7 +137,7 @@ def emulate(
     source = boxes_named(source, "tl::tma_load(", "tma<{}>(", schedule.block_tokens)
     sizes = f"enum {{ M = {m}, K = {k} }};\n"
     gemm = Gemm(w.n, k, w.group_size, out_dtype, dequantization, bias)
-    extra = [EXTRA, sizes, VOTES, HOPPER, EXPERTS_SOURCE, gemm.converter.device_source]
+    extra = [EXTRA, sizes, VOTES, HOPPER, EXPERT_TABLE, gemm.converter.device_source]
     kernel = CpuKernel(source, extra, schedule.warpgroups * 128 + 128, folder, schedule.cluster)
     y = torch.full((m, w.n), -77 if gemm.raw else float("nan"), dtype=getattr(torch, out_dtype))
     semaphores = torch.zeros(grid, schedule.flags, dtype=torch.int32)
@@ -159,7 +158,7 @@ def on_warps(made, x, x_scales, offsets, schedule, folder, *, out_dtype, dequant
     params = tuple((facts | schedule.params() | {"experts": len(made)}).items())
     request = KernelRequest("w4a8.grouped", f"{multistage.__name__}:build", params, "sm_80", multistage.PASS_CONFIGS)
     gemm = Gemm(w.n, k, w.group_size, out_dtype, dequantization, bias)
-    shims = [EXTRA, VOTES, mma_tiles.EXPERTS_SOURCE, gemm.converter.device_source]
+    shims = [EXTRA, VOTES, EXPERT_SEARCH, gemm.converter.device_source]
     kernel = CpuKernel(on_cpu(cuda_text(request)), shims, 32 * schedule.warps, folder)
     problem = Problem.of_bytes(w.n, k, w.group_size, experts=len(made))
     space, flags = launch_sizes(schedule, problem, m)

@@ -13,7 +13,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.linear.quantize import quantize_rows
-from terrazzo.ops.tiles.primitives import PRIMITIVES
+from terrazzo.ops.tiles.cuda.text import PRIMITIVES
 from terrazzo.ops.w4a8 import activations, fp8_reference, reference
 from terrazzo.schedules import quantize_rows as quantize_rows_schedules
 

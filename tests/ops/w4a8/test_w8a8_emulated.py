@@ -15,7 +15,7 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.linear.bytes import direct_tokens, stream_k
 from terrazzo.ops.linear.sizes import shapeless
-from terrazzo.ops.tiles.scheduler import EXPERTS_SOURCE
+from terrazzo.ops.tiles.cuda.experts import EXPERT_TABLE
 from terrazzo.schedules.stream_k import StreamK
 from terrazzo.schedules.token_tiles import TokenTiles
 from test_w4a8_emulated import EXTRA
@@ -51,7 +51,7 @@ def launch(q, weights, scales, xs, zeros, bias, numerics, schedule, partition, f
     source = source.replace("grid", "ctas")
     extra = [WGMMA, EXTRA.replace("typedef unsigned char uchar;", ""), HOPPER, UNIFORM]
     extra += [] if numerics.startswith("s8") else [FLOATS]
-    extra += [VOTES, EXPERTS_SOURCE] if experts else []
+    extra += [VOTES, EXPERT_TABLE] if experts else []
     extra += [STMATRIX] if program is direct_tokens else []
     kernel = CpuKernel(source, extra, schedule.warpgroups * 128 + 128, folder, schedule.cluster)
     raw = out_dtype == "int32"

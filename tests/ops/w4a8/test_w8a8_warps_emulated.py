@@ -12,7 +12,7 @@ from terrazzo.layouts.instances import get_instance
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.linear.bytes import multistage
-from terrazzo.ops.tiles.mma_tiles import EXPERTS_SOURCE
+from terrazzo.ops.tiles.cuda.experts import EXPERT_SEARCH
 from terrazzo.ops.w4a8.w8a8 import op
 from terrazzo.schedules.multistage import Multistage, launch_sizes
 from test_w4a8_emulated import EXTRA, on_cpu
@@ -44,7 +44,7 @@ def launch(made, n, schedule, folder, out_dtype, bias, offsets=None):
         "w8a8.multistage", f"{multistage.__name__}:build", tuple(params.items()), "sm_89" if floats else "sm_80",
         multistage.PASS_CONFIGS,
     )  # fmt: skip
-    extra = [EXTRA, *([FLOATS, ADA, PRODUCTS] if floats else []), *([VOTES, EXPERTS_SOURCE] if experts else [])]
+    extra = [EXTRA, *([FLOATS, ADA, PRODUCTS] if floats else []), *([VOTES, EXPERT_SEARCH] if experts else [])]
     kernel = CpuKernel(on_cpu(cuda_text(request)), extra, schedule.warps * 32, folder)
     raw, problem = out_dtype == "int32", op.problem(n, k, made.numerics, out_dtype, experts)
     space, flags = launch_sizes(schedule, problem, m)

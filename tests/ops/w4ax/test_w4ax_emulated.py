@@ -13,7 +13,8 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.linear.mixed import integer, persistent, problem, small_batch, stream_k
-from terrazzo.ops.tiles.scheduler import EXPERTS_SOURCE
+from terrazzo.ops.tiles.cuda.blocks import BLOCK_SCALES
+from terrazzo.ops.tiles.cuda.experts import EXPERT_TABLE
 from terrazzo.ops.w4ax import activations, reference
 from terrazzo.schedules import w4ax as schedules
 from terrazzo.schedules.clusters import PAIR
@@ -91,7 +92,7 @@ def emulate(weight, q, scales, schedule, ctas, folder, *, out_dtype):
     ):
         source = source.replace(name, here)
     gemm = problem.Gemm(weight.n, k, weight.blocks8, out_dtype, False)
-    extra = [EXTRA, SHIMS, gemm.converter.device_source, problem.SOURCE.replace("__forceinline__ float", "float")]
+    extra = [EXTRA, SHIMS, gemm.converter.device_source, BLOCK_SCALES.replace("__forceinline__ float", "float")]
     kernel = CpuKernel(source, extra, schedule.warps * 32, folder)
     of = Gemm.of_blocks(weight.n, k, weight.blocks8)
     plan = schedules.work_plan(schedule, of, Target.parse("sm_80"), m, ctas)
@@ -175,7 +176,7 @@ def launch_wgmma(packed, x, schedule, grid, folder, *, out_dtype, experts=0, **l
     base = EXTRA.replace("typedef unsigned char uchar;", "")
     kernel = CpuKernel(
         source.replace("int grid", "int ctas").replace("grid", "ctas"),
-        [WGMMA, base, SHIMS, TURNS, on_cpu(converter), problem.SOURCE, *([VOTES, EXPERTS_SOURCE] if experts else [])],
+        [WGMMA, base, SHIMS, TURNS, on_cpu(converter), BLOCK_SCALES, *([VOTES, EXPERT_TABLE] if experts else [])],
         schedule.warpgroups * 128 + 128,
         folder,
     )
@@ -235,7 +236,7 @@ def emulate_small_batch(weight, q, scales, schedule, folder, *, out_dtype):
     gemm = problem.Gemm(weight.n, k, weight.blocks8, out_dtype, bias is not None)
     base = EXTRA.replace("typedef unsigned char uchar;", "")
     kernel = CpuKernel(
-        source, [WGMMA, base, SHIMS, gemm.converter.device_source, problem.SOURCE], schedule.warps * 32, folder,
+        source, [WGMMA, base, SHIMS, gemm.converter.device_source, BLOCK_SCALES], schedule.warps * 32, folder,
         PAIR if schedule.joined else 1,
     )  # fmt: skip
     kernel.give(request)

@@ -11,9 +11,10 @@ from terrazzo.lowering import KernelReport, compile_request
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
-from terrazzo.ops import activation, gates, w4ax
+from terrazzo.ops import activation, w4ax
 from terrazzo.ops.linear.quantize import quantize_blocks
-from terrazzo.ops.tiles import row_outputs
+from terrazzo.ops.tiles.cuda.blocks import ROW_BLOCKS
+from terrazzo.ops.tiles.cuda.rows import GATED, ROW_OUTPUTS, ROW_SUMS
 from terrazzo.ops.w4ax import activations, reference
 from test_w4a8_quantize_rows import SHIMS, primitives
 
@@ -102,9 +103,7 @@ def test_the_cuda_text_computes_the_reference(compiled, name, tmp_path):
     arch, k, blocks8, dtype, permuted, norm, granularity = CASES[name]
     params = dict(request(name).params)
     source = (compiled[name] / "kernel.cu").read_text()
-    kernel = CpuKernel(
-        source, [SHIMS, MORE_SHIMS, primitives(), quantize_blocks.SOURCE], 32 * params["warps"], tmp_path
-    )
+    kernel = CpuKernel(source, [SHIMS, MORE_SHIMS, primitives(), ROW_BLOCKS], 32 * params["warps"], tmp_path)
     rng, m = torch.Generator().manual_seed(k), 6
     plan = w4ax.plan_blocks(torch.rand(k, generator=rng) + 0.1, floor=blocks8, ceiling=blocks8)
     permutation = plan.permutation if permuted else None
@@ -157,8 +156,8 @@ def test_codes_are_those_of_what_stands_in_front(name, tmp_path):
     made, rng, m = request(name), torch.Generator().manual_seed(k), 5
     report = KernelReport.read(compile_request(made) / "report.json")
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
-    sources = [row_outputs.SOURCE, row_outputs.ADD_SOURCE if front == "residual" else gates.SOURCE]
-    shims = [SHIMS, MORE_SHIMS, primitives(), *sources, quantize_blocks.SOURCE]
+    sources = [ROW_OUTPUTS, ROW_SUMS if front == "residual" else GATED]
+    shims = [SHIMS, MORE_SHIMS, primitives(), *sources, ROW_BLOCKS]
     (tmp_path / "codes").mkdir()
     kernel = CpuKernel(cuda_text(made), shims, 32 * dict(made.params)["warps"], tmp_path / "codes")
     plan = w4ax.plan_blocks(torch.rand(k, generator=rng) + 0.1, floor=blocks8, ceiling=blocks8)
