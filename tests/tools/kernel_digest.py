@@ -5,11 +5,13 @@
     python tests/tools/kernel_digest.py --write          write that file anew, and the one of sources
     python tests/tools/kernel_digest.py --only 'w4a8*'   some of them
     python tests/tools/kernel_digest.py --text FOLDER    keep the texts, to compare those that differ
-    python tests/tools/kernel_digest.py --sass           print digests of the machine code, for comparing two checkouts
+    python tests/tools/kernel_digest.py --sass FOLDER    compare machine code with that of texts that --text kept
 
-Lowering needs TileLang, and neither nvcc nor a GPU; `--sass` needs nvcc and cuobjdump. Patterns match calls, the part
-of a label before the colon. Tuned records are left out, so that tuning changes no digest. What a kernel is made of has
-a name, by which the cache finds it (`KernelRequest.identity`); tests/data/kernel_sources.json has those of the digests.
+Lowering needs TileLang, and neither nvcc nor a GPU; `--sass` needs nvcc and cuobjdump. It compiles the kernels whose
+texts differ, and says how: not at all, in registers and order (the same instructions), or in instructions. Patterns
+match calls, the part of a label before the colon. Tuned records are left out, so that tuning changes no digest. What a
+kernel is made of has a name, by which the cache finds it (`KernelRequest.identity`); tests/data/kernel_sources.json has
+those of the digests.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -390,17 +392,42 @@ def sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def sass_of(request: KernelRequest) -> str:
-    """Machine code of a kernel as cuobjdump prints it, without addresses and encodings. Compiles what is not cached."""
-    from terrazzo.lowering.kernels import compile_request
-    from terrazzo.lowering.toolchain import find_cuda_tool
+def file_of(label: str) -> str:
+    return f"{label.replace('/', '+').replace(' ', '_')}.cu"
 
-    folder = compile_request(request)
-    done = subprocess.run(
-        [find_cuda_tool("cuobjdump"), "-sass", str(folder / "kernel.cubin")], capture_output=True, text=True, check=True
-    )
-    lines = [re.sub(r"/\*[0-9a-fx ]+\*/", "", line).strip() for line in done.stdout.splitlines()]
-    return "\n".join(line for line in lines if line and not line.startswith("."))
+
+def sass_of(request: KernelRequest, text: str) -> list[str]:
+    """Instructions that nvcc makes of a kernel's text, as cuobjdump prints them, without addresses and encodings."""
+    from terrazzo.lowering.compiler import BINARY, _Nvcc
+    from terrazzo.lowering.toolchain import build_folder, find_cuda_tool, package_folder
+
+    with build_folder() as folder, ThreadPoolExecutor(1) as beside:
+        (folder / "tilelang").symlink_to(package_folder("tilelang"))
+        _Nvcc(request, folder, beside).compile(text, dict(request.pass_configs))
+        command = [find_cuda_tool("cuobjdump"), "-sass", str(folder / BINARY)]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = (re.sub(r"/\*[0-9a-fx ]+\*/", "", line).strip() for line in printed.splitlines())
+    return [line for line in lines if line and not line.startswith(".")]
+
+
+def sass_against(folder: Path, found: tuple[str, KernelRequest]) -> str:
+    """How the machine code of a kernel differs from what nvcc makes of the text in `folder`."""
+    label, request = found
+    known, text = folder / file_of(label), text_of(request)
+    if not known.exists():
+        return f"NO TEXT in {folder}"
+    if known.read_text() == text:
+        return "same text"
+    kept = known.with_suffix(".sass")
+    if not kept.exists():
+        kept.write_text("\n".join(sass_of(request, known.read_text())))
+    old, new = kept.read_text().splitlines(), sass_of(request, text)
+    if old == new:
+        return "same machine code"
+    names = [sorted(re.sub(r"^@\S+ ", "", line).split(" ")[0] for line in lines) for lines in (old, new)]
+    if names[0] == names[1]:
+        return f"SAME INSTRUCTIONS ({len(new)}), others in registers or order"
+    return f"OTHER INSTRUCTIONS: {len(old)} -> {len(new)}"
 
 
 def run(
@@ -414,12 +441,24 @@ def run(
             yield from ((label, text) for label, one in chosen.items() if one == request)
 
 
+def compare_sass(folder: Path, chosen: dict[str, KernelRequest], workers: int) -> int:
+    """Print how machine code differs from that of the texts in `folder`; 1 if it does anywhere."""
+    first = {request: label for label, request in reversed(chosen.items())}  # equal requests are compiled once
+    context, differ = multiprocessing.get_context("spawn"), 0
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        found = [(label, request) for request, label in reversed(first.items())]
+        for (label, _), said in zip(found, pool.map(partial(sass_against, folder), found)):
+            differ += said != said.lower()
+            print(f"{label}: {said}", flush=True)
+    return 1 if differ else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--only", action="append", default=[], metavar="PATTERN")
     parser.add_argument("--text", type=Path, metavar="FOLDER")
-    parser.add_argument("--sass", action="store_true")
+    parser.add_argument("--sass", type=Path, metavar="FOLDER")
     parser.add_argument("--changed", type=int, metavar="OTHERS", help="those of changed sources, and so many others")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of others")
     parser.add_argument("--list", action="store_true", help="print the labels alone")
@@ -432,16 +471,18 @@ def main() -> int:
     if asked.list:
         print(*chosen, sep="\n")
         return 0
+    if asked.sass:
+        return compare_sass(asked.sass, chosen, asked.workers)
     golden = json.loads(GOLDEN.read_text()) if GOLDEN.is_file() else {"kernels": {}}
     found, differ = {}, []
-    for label, text in run(sass_of if asked.sass else text_of, chosen, asked.workers):
+    for label, text in run(text_of, chosen, asked.workers):
         found[label] = sha256(text)
-        same = asked.sass or asked.write or golden["kernels"].get(label) == found[label]
+        same = asked.write or golden["kernels"].get(label) == found[label]
         differ += [] if same else [label]
         print(f"{found[label][:16]}  {label}{'' if same else '  DIFFERS'}", flush=True)
         if asked.text:
             asked.text.mkdir(parents=True, exist_ok=True)
-            (asked.text / f"{label.replace('/', '+').replace(' ', '_')}.cu").write_text(text)
+            (asked.text / file_of(label)).write_text(text)
     if asked.write:
         part = asked.only or asked.changed is not None
         calls = {label.partition(":")[0] for label in every}  # a call may take other kernels than before
