@@ -32,6 +32,7 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def cases(o: argparse.Namespace) -> list[tuple[int, int]]:
 def gate(o: argparse.Namespace, name: str) -> None:
     """With --gates, say what comes next and wait until it may."""
     if o.gates:
-        print(f"{GATE} {name}", flush=True)
+        print(f"\n{GATE} {name}", flush=True)
         sys.stdin.readline()
 
 
@@ -440,7 +441,18 @@ def table(path: Path) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     o = arguments(argv)
-    return report.guarded("benchmarks.engine", lambda: run(o))
+    alone = not (o.gates or o.warm)
+    try:
+        code = report.guarded("benchmarks.engine", lambda: run(o))
+    except Exception:
+        if alone:
+            raise
+        traceback.print_exc()
+        code = 1
+    if not alone:  # everything is written, and an engine takes seconds to end
+        sys.stdout.flush()
+        os._exit(code)
+    return code
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -42,10 +43,14 @@ CONFIGURATIONS = {
 PROGRAM = (sys.executable, "-m", "benchmarks.engine")
 CASES, OUTPUT = ("24x3000", "80x2500"), 128
 EXPLAINED = ("w4a16-int4", "w4a8-int4")
+ROW = re.compile(r" *\d+ x \d+: ")
+"""What `benchmarks.engine` says of a row."""
 WEIGHT_BITS = {"none": 16, "fp8": 8}
 """Of a weight; others have four, and their groups' scales."""
 AT_ONCE_GB, EACH_GB = 68.0, 4.0
 """Of a GPU, for what starts at once; of each beside its weights."""
+LIMIT_S = 180.0
+"""Of a start, and of a timing: what takes longer hangs."""
 MODELS = ("qwen2.5-7b", "qwen2.5-14b", "llama-3-8b", "qwen3-30b-a3b", "small-llama", "tiny-llama")
 
 
@@ -92,17 +97,26 @@ class Child:
     def __init__(self, name: str, argv: list[str], log: TextIO) -> None:
         self.name, self.log, self.reached = name, log, set()
         self.changed = threading.Condition()
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
         text = dict(encoding="utf-8", errors="replace", start_new_session=True)
         self.process = subprocess.Popen([*PROGRAM, *argv], **pipes, **text)
-        threading.Thread(target=self._read, daemon=True).start()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def _read(self) -> None:
         for line in self.process.stdout:
             self.log.write(f"{self.name}: {line}")
             if line.startswith(engine.GATE):
                 self._reach(line.removeprefix(engine.GATE).strip())
+            elif ROW.match(line):
+                print(f"  {self.name} {line.rstrip()[:400]}", flush=True)
+
+    def _watch(self) -> None:
         self.process.wait()
+        with contextlib.suppress(ProcessLookupError):  # compilers that it has started
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.reader.join(2.0)
         self._reach("end")
 
     def _reach(self, gate: str) -> None:
@@ -124,7 +138,7 @@ class Child:
 
     def end(self, until: float = 0.0) -> int | None:
         """Its exit code, None if it had to be killed."""
-        self.wait("end", until)
+        self.wait("end", min(until, time.monotonic() + LIMIT_S))
         if "end" in self.reached:
             return self.process.returncode
         os.killpg(self.process.pid, signal.SIGKILL)
@@ -181,6 +195,10 @@ def fill_caches(o: argparse.Namespace, names: list[str], log: TextIO, until: flo
             time.sleep(0.2)
 
 
+def soon(until: float) -> float:
+    return min(until, time.monotonic() + LIMIT_S)
+
+
 def run(o: argparse.Namespace) -> int:
     """Time every configuration that the file lacks; 1 if one failed or found no time."""
     if o.compile_only:
@@ -198,18 +216,21 @@ def run(o: argparse.Namespace) -> int:
         following, started = None, lambda at: Child(left[at], words(o, left[at], *more), said)
         for at, name in enumerate(left):
             if at == 1 and not o.cold:
-                fill_caches(o, left[1:], said, until)
+                fill_caches(o, left[1:], said, soon(until))
             child, following = following or started(at), None
-            if child.wait("engine", until):
+            if child.wait("engine", soon(until)):
                 child.go()
                 if at + 1 < len(left) and (at or o.cold):  # its imports, while this one starts
                     following = started(at + 1)
-            if child.wait("timing", until):
+            if child.wait("timing", soon(until)):
                 print(f"{name}: ready after {time.monotonic() - start:.0f} s", flush=True)
                 if following is not None:
-                    following.wait("engine", until)
+                    following.wait("engine", soon(until))
                 child.go()
-            if (code := child.end(until)) != 0:
+                code = child.end(until)
+            else:
+                code = child.end()
+            if code != 0:
                 failed.append(name)
                 print(f"{name}: {'no time left' if code is None else f'exit code {code}'}; see {log}", flush=True)
         if following is not None:
