@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import namedtuple
-from functools import partial
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.ops import launching
@@ -16,13 +16,47 @@ if TYPE_CHECKING:
     import torch
 
 TYPES = {
-    **dict.fromkeys(("n", "k", "group_size", "blocks8", "m"), "SymInt"),
-    **dict.fromkeys(("symmetric", "block"), "bool"),
+    **dict.fromkeys("n k group_size blocks8 m".split(), "SymInt"),
+    **dict.fromkeys("symmetric block asymmetric ue8m0".split(), "bool"),
     "out_dtype": "ScalarType",
     **dict.fromkeys("scale_dtype layout target order codes granularity x_order".split(), "str"),
-    **dict.fromkeys("numerics dequantization pipeline accumulate".split(), "str"),
+    **dict.fromkeys("numerics dequantization pipeline accumulate activation".split(), "str"),
+    "eps": "float",
+    "input_scale": "float?",
+    "input_zero": "SymInt",
 }
 """Of arguments that are no tensors."""
+
+
+def register(
+    name: str,
+    arguments: str,
+    run: Callable[[Any], Any],
+    fake: Callable[[Any], Any],
+    results: str = "Tensor",
+) -> tuple[str, ...]:
+    """Register an operator of torch; the names of its arguments.
+
+    Args:
+        name: "w4a16_gemm". arguments: their names, in order. A question mark stands after a tensor that may be None, an
+            exclamation mark after one that is written, "=False" after the last one if it may be left out.
+        run, fake: take arguments as a tuple that has their names. results: as torch's schemas write them.
+    """
+    import torch
+
+    names, typed = [], []
+    for at, it in enumerate(arguments.split()):
+        argument, _, default = it.partition("=")
+        name_of = argument.rstrip("?!")
+        kind = {"?": "Tensor?", "!": f"Tensor(a{at}!)"}.get(argument[-1], "Tensor")
+        names.append(name_of)
+        typed.append(f"{TYPES.get(name_of, kind)} {name_of}" + (f"={default}" if default else ""))
+    given = namedtuple(name, names, defaults=[False] * arguments.count("=False"))
+    schema = f"({', '.join(typed)}) -> {results}"
+    op, written = lambda *values: run(given(*values)), [it[:-1] for it in arguments.split() if it[-1] == "!"]
+    made = torch.library.custom_op(f"terrazzo::{name}", op, mutates_args=written, schema=schema)
+    made.register_fake(lambda *values: fake(given(*values)))
+    return tuple(names)
 
 
 class Node(ABC):
@@ -30,16 +64,14 @@ class Node(ABC):
 
     Args:
         name: what they begin with. room: whose calls they run.
-        gemm, experts: their arguments, with a question mark after each one that may be None. A weight's own fields are
-            taken from it, what else there is from `values`.
-
-    Arguments are handed on as a `given` tuple that has their names.
+        gemm, experts: their arguments, as `register` takes them. A weight's own fields are taken from it, what else
+            there is from `values`.
     """
 
     def __init__(self, name: str, room: str, gemm: str, experts: str) -> None:
         self.name, self.room = name, room
-        self.gemm = self._register(f"{name}_gemm", gemm)
-        self.experts = self._register(f"{name}_grouped_gemm", experts)
+        self.gemm = register(f"{name}_gemm", gemm, self._run, self._fake)
+        self.experts = register(f"{name}_grouped_gemm", experts, self._run, self._fake)
 
     @abstractmethod
     def values(self, x: Any, w: Any, choices: Choices) -> dict[str, Any]:
@@ -78,19 +110,6 @@ class Node(ABC):
         arguments = [own[name] if name in own else getattr(w, name) for name in names]
         y = getattr(torch.ops.terrazzo, f"{self.name}_{prefix}gemm")(*arguments)
         return y if offsets is not None or y.ndim == len(x.shape) else y.view(*x.shape[:-1], w.n)
-
-    def _register(self, name: str, arguments: str) -> tuple[str, ...]:
-        """The names of an operator's arguments."""
-        import torch
-
-        names = tuple(it.removesuffix("?") for it in arguments.split())
-        kinds = [TYPES.get(it, "Tensor?" if it.endswith("?") else "Tensor") for it in arguments.split()]
-        schema = f"({', '.join(map(' '.join, zip(kinds, names)))}) -> Tensor"
-        given = partial(tuple.__new__, namedtuple(name, names))
-        run = lambda *values: self._run(given(values))
-        made = torch.library.custom_op(f"terrazzo::{name}", run, mutates_args=(), schema=schema)
-        made.register_fake(lambda *values: self._fake(given(values)))
-        return names
 
     def _run(self, given: Any) -> torch.Tensor:
         import torch

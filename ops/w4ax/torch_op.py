@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from terrazzo.ops import launching, row_calls
-from terrazzo.ops.call.nodes import Node
+from terrazzo.ops.call.nodes import Node, register
 from terrazzo.ops.w4ax import reference
 from terrazzo.ops.w4ax.activations import QuantizedActivations, default_granularity, sizes
 from terrazzo.ops.w4ax.format import PackedWeight
@@ -84,14 +84,17 @@ Made = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """q4, q8, scales of activations."""
 
 
-def _quantized(x: torch.Tensor, residual: torch.Tensor | None, activation: str, given: tuple) -> Made:
+def _quantized(given: Any) -> Made:
+    """Of x [..., K], or [..., 2 K] with an activation, or of a residual to which x is added in place."""
     from terrazzo.ops import gates
     from terrazzo.ops.w4ax import activations, reference
 
-    rms_weight, eps, granularity, static, words, channel_scales, n, k, blocks8, layout, target, order, perm = given
-    w = PackedWeight(words, n, k, blocks8, layout, target, order, perm, channel_scales=channel_scales)
+    x, w, residual = given.x, _weight(given), getattr(given, "residual", None)
+    x = x if residual is None else row_calls.beside(x, residual)
+    options = given.rms_weight, given.eps, given.granularity, given.static_scales
+    activation = getattr(given, "activation", None)
     if x.is_cuda:
-        made = activations.run(x, w, rms_weight, eps, granularity, static, residual, activation or None)
+        made = activations.run(x, w, *options, residual, activation or None)
         return made.q4, made.q8, made.scales
     rows = x.reshape(-1, x.shape[-1])
     if residual is not None:
@@ -100,16 +103,20 @@ def _quantized(x: torch.Tensor, residual: torch.Tensor | None, activation: str, 
     elif activation:
         gate, up = (half.double() for half in rows.chunk(2, dim=-1))
         rows = gates.gated(gate, up, activation, 0.0, None, None).to(x.dtype)
-    options = dict(rms_weight=rms_weight, eps=eps, granularity=granularity, static_scales=static)
-    facts = dict(blocks8=blocks8, permutation=perm, wide=not w.native)
-    made = activations.from_codes(*reference.quantize_activations(rows, **facts, **options), w, granularity)
+    own = dict(zip(("rms_weight", "eps", "granularity", "static_scales"), options))
+    own |= dict(blocks8=w.blocks8, permutation=w.permutation, wide=not w.native)
+    made = activations.from_codes(*reference.quantize_activations(rows, **own), w, given.granularity)
     return made.q4, made.q8, made.scales
 
 
-def _shapes(x: torch.Tensor, given: tuple) -> Made:
-    _, _, _, _, words, channel_scales, n, k, blocks8, layout, target, _, _ = given
-    w = PackedWeight(words, n, k, blocks8, layout, target, channel_scales=channel_scales)
-    m, low, high = sizes(prod(x.shape[:-1]), k, blocks8, not w.native)
+def _weight(given: Any) -> PackedWeight:
+    facts = given.n, given.k, given.blocks8, given.layout, given.target, given.order, given.permutation
+    return PackedWeight(given.words, *facts, channel_scales=given.channel_scales)
+
+
+def _shapes(given: Any) -> Made:
+    w, x = _weight(given), given.x
+    m, low, high = sizes(prod(x.shape[:-1]), w.k, w.blocks8, not w.native)
     make = lambda *shape, dtype: x.new_empty(shape, dtype=dtype)
     return (
         make(m, low, dtype=torch.uint8),
@@ -118,62 +125,7 @@ def _shapes(x: torch.Tensor, given: tuple) -> Made:
     )
 
 
-@torch.library.custom_op("terrazzo::w4ax_quantize", mutates_args=())
-def w4ax_quantize(
-    x: torch.Tensor,
-    rms_weight: torch.Tensor | None,
-    eps: float,
-    granularity: str,
-    static_scales: torch.Tensor | None,
-    words: torch.Tensor,
-    channel_scales: torch.Tensor | None,
-    n: int,
-    k: int,
-    blocks8: int,
-    layout: str,
-    target: str,
-    order: str,
-    permutation: torch.Tensor | None,
-    activation: str,
-) -> Made:
-    """q4, q8, scales of x [..., K], or [..., 2 K] with an activation, for the weight with these fields."""
-    fields = (words, channel_scales, n, k, blocks8, layout, target, order, permutation)
-    return _quantized(x, None, activation, (rms_weight, eps, granularity, static_scales, *fields))
-
-
-@torch.library.custom_op("terrazzo::w4ax_add_quantize", mutates_args=("residual",))
-def w4ax_add_quantize(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    rms_weight: torch.Tensor | None,
-    eps: float,
-    granularity: str,
-    static_scales: torch.Tensor | None,
-    words: torch.Tensor,
-    channel_scales: torch.Tensor | None,
-    n: int,
-    k: int,
-    blocks8: int,
-    layout: str,
-    target: str,
-    order: str,
-    permutation: torch.Tensor | None,
-) -> Made:
-    """The same of the residual, to which x is added in place."""
-    fields = (words, channel_scales, n, k, blocks8, layout, target, order, permutation)
-    given = (rms_weight, eps, granularity, static_scales, *fields)
-    return _quantized(row_calls.beside(x, residual), residual, "", given)
-
-
-@w4ax_quantize.register_fake
-def _(x, rms_weight, eps, granularity, static_scales, words, channel_scales, n, k, blocks8, layout, target, order,
-      permutation, activation):  # fmt: skip
-    fields = (words, channel_scales, n, k, blocks8, layout, target, order, permutation)
-    return _shapes(x, (rms_weight, eps, granularity, static_scales, *fields))
-
-
-@w4ax_add_quantize.register_fake
-def _(x, residual, rms_weight, eps, granularity, static_scales, words, channel_scales, n, k, blocks8, layout, target,
-      order, permutation):  # fmt: skip
-    fields = (words, channel_scales, n, k, blocks8, layout, target, order, permutation)
-    return _shapes(x, (rms_weight, eps, granularity, static_scales, *fields))
+_FACTS = "rms_weight? eps granularity static_scales? words channel_scales? n k blocks8 layout target order permutation?"
+_MADE = "(Tensor, Tensor, Tensor)"
+register("w4ax_quantize", f"x {_FACTS} activation", _quantized, _shapes, _MADE)
+register("w4ax_add_quantize", f"x residual! {_FACTS}", _quantized, _shapes, _MADE)

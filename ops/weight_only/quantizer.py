@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
-from terrazzo.ops.products.codes import E2M1
+from terrazzo.ops.products.codes import E2M1, MXFP4, Codes
 from terrazzo.ops.quantizers.rows import best_of, row_chunks
 from terrazzo.ops.weight_only.format import QuantizedWeight
 
@@ -28,20 +28,25 @@ def quantize_mxfp4(weight: SupportsDLPack, *, bias: SupportsDLPack | None = None
     Raises:
         ArgumentError: for anything else.
     """
+    return quantize_powers(weight, bias, MXFP4)
+
+
+def quantize_powers(weight: torch.Tensor, bias: SupportsDLPack | None, of: Codes) -> QuantizedWeight:
+    """The same for groups of another format with e2m1 codes and powers of two."""
     import torch
 
-    n, k = weights.check_matrix(weight)
-    groups = -(-k // 32)
-    codes = torch.empty(n, groups * 32, dtype=torch.uint8, device=weight.device)
+    (n, k), size = weights.check_matrix(weight), of.usual
+    groups = -(-k // size)
+    codes = torch.empty(n, groups * size, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(n, groups, dtype=torch.uint8, device=weight.device)
-    for part in row_chunks(n, groups * 32, weight.device.type):
-        w = torch.nn.functional.pad(weight[part].float(), (0, groups * 32 - k)).view(-1, groups, 32)
+    for part in row_chunks(n, groups * size, weight.device.type):
+        w = torch.nn.functional.pad(weight[part].float(), (0, groups * size - k)).view(-1, groups, size)
         amax = w.abs().amax(-1)
         floor = torch.where(amax > 0, torch.frexp(amax).exponent - 1 - 2, -127)
         ceil = floor + (amax > torch.ldexp(torch.full_like(amax, 6.0), floor)).int()
         found, scales[part] = best_of(_rounded(w, (exponent + 127).clamp(0, 254)) for exponent in (floor, ceil))
-        codes[part] = found.view(-1, groups * 32)
-    return QuantizedWeight.canonical(codes[:, :k], scales, weight="mxfp4", group_size=32, bias=bias)
+        codes[part] = found.view(-1, groups * size)
+    return QuantizedWeight.canonical(codes[:, :k], scales, weight=of.name, group_size=size, bias=bias)
 
 
 @dlpack.accepting
@@ -85,7 +90,7 @@ def _nearest(values: torch.Tensor) -> torch.Tensor:
 
 
 def _rounded(w: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The squared error of w [R, G, 32], its uint8 codes, and the scale [R, G] as uint8; ties to the even code."""
+    """The squared error of w [R, G, group], its uint8 codes, and the scale [R, G] as uint8; ties to the even code."""
     import torch
 
     code = _nearest(torch.ldexp(w.double(), (127 - scale)[..., None]).float())

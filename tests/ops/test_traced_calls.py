@@ -10,7 +10,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import w4a8, w4a16, w4ax, w8a8
 from terrazzo.ops.attention import append, decode, pack_cache, prefill, store
 from terrazzo.ops.w4ax import activations as w4ax_activations
-from terrazzo.ops.w4ax import torch_op as w4ax_torch_op
+from terrazzo.ops.w4ax import torch_op as _registered  # noqa: F401
 
 X, WEIGHT, GAIN = torch.randn(4, 256).half(), torch.randn(64, 256), torch.ones(256)
 BIAS, OFFSETS = torch.zeros(64), torch.tensor([0, 1, 2, 4], dtype=torch.int32)
@@ -67,7 +67,7 @@ def test_a_quantizer_that_adds_to_a_clone_of_x_reads_another_x(monkeypatch):
     monkeypatch.setattr(w4ax_activations, "run", run)
     h, fields = X.clone(), (MIXED.words, MIXED.channel_scales, MIXED.n, MIXED.k, MIXED.blocks8, MIXED.layout)
     more = (MIXED.target, MIXED.order, MIXED.permutation)
-    w4ax_torch_op.w4ax_add_quantize(h, h, None, 0.0, "two_level", None, *fields, *more)
+    torch.ops.terrazzo.w4ax_add_quantize(h, h, None, 0.0, "two_level", None, *fields, *more)
     ((x, residual, held),) = given
     assert residual.data_ptr() == h.data_ptr() != x.data_ptr() and torch.equal(held, h)
 

@@ -16,10 +16,9 @@ from terrazzo.ops.checkpoints.conventions import (
 )
 from terrazzo.ops.checkpoints.conventions.base import Convention, Method
 
-_STORED = (awq, gptq, compressed_tensors, int_quantized, qserve, fp8, nvfp4, mxfp4)
-_WRITERS = (awq, gptq, compressed_tensors, qserve, auto_round, modelopt, fp8, mxfp4)
-CONVENTIONS: dict[str, Convention] = {it.CONVENTION.name: it.CONVENTION for it in _STORED}
-METHODS: dict[str, Method] = {it.METHOD.name: it.METHOD for it in _WRITERS}
+_ALL = (awq, gptq, compressed_tensors, int_quantized, qserve, auto_round, modelopt, fp8, nvfp4, mxfp4)
+CONVENTIONS: dict[str, Convention] = {it.CONVENTION.name: it.CONVENTION for it in _ALL if hasattr(it, "CONVENTION")}
+METHODS: dict[str, Method] = {it.METHOD.name: it.METHOD for it in _ALL if hasattr(it, "METHOD")}
 ALIASES = {alias: one.name for one in METHODS.values() for alias in (one.name, *one.aliases)}
 """What `quant_method` may be -> the method."""
 STATED = {name: name for one in CONVENTIONS.values() for name in one.formats} | auto_round.FORMATS

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from terrazzo.ops import launching, quantized
-from terrazzo.ops.call.nodes import Node
+from terrazzo.ops.call.nodes import Node, register
 from terrazzo.ops.quantized import BlockQuantizedActivations, QuantizedActivations
 from terrazzo.ops.w4a8.w8a8 import activations as w8_activations
 from terrazzo.ops.w4a8.w8a8 import op as w8_op
@@ -79,37 +79,27 @@ def call(
     return NODE.call(x, w, bias, out_dtype or torch.float16, accumulate, offsets)
 
 
-@torch.library.custom_op("terrazzo::w8a8_quantize", mutates_args=())
-def w8a8_quantize(
-    x: torch.Tensor,
-    smooth: torch.Tensor | None,
-    k: int,
-    codes: str,
-    block: bool,
-    input_scale: float | None,
-    input_zero: int,
-    asymmetric: bool,
-    target: str,
-    ue8m0: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _quantized(given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes [M, K16], scales [M] or [ceil(K / 128), M4], and row sums or zero points int32 [M] ([0]: neither)."""
-    none = x.new_empty(0, dtype=torch.int32)
-    w = PackedWeight(
-        none, none, 1, k, codes, block, "", input_scale, input_zero, asymmetric, smooth, None, target or None, ue8m0
-    )
-    made = w8_activations.run(x, w)
+    none = given.x.new_empty(0, dtype=torch.int32)
+    own = given.input_scale, given.input_zero, given.asymmetric, given.smooth, None, given.target or None, given.ue8m0
+    made = w8_activations.run(given.x, PackedWeight(none, none, 1, given.k, given.codes, given.block, "", *own))
     more = getattr(made, "zeros", None)
     more = getattr(made, "row_sums", None) if more is None else more
     return made.q, made.scales, none if more is None else more
 
 
-@w8a8_quantize.register_fake
-def _(x, smooth, k, codes, block, input_scale, input_zero, asymmetric, target, ue8m0=False):
-    m = prod(x.shape[:-1])
-    scales = (-(-k // BLOCK), (m + 3) // 4 * 4) if block else (m,)
-    several = codes == "int8" and (asymmetric or input_zero != 0 or input_scale is None)
+def _shapes(given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    m, k, static = prod(given.x.shape[:-1]), given.k, given.input_scale is not None
+    scales = (-(-k // BLOCK), (m + 3) // 4 * 4) if given.block else (m,)
+    several = given.codes == "int8" and (given.asymmetric or given.input_zero != 0 or not static)
+    make = lambda *shape, dtype: given.x.new_empty(shape, dtype=dtype)
     return (
-        x.new_empty((m, quantized.padded(k)), dtype=getattr(torch, quantized.CODES[codes])),
-        x.new_empty(scales, dtype=torch.float32),
-        x.new_empty(m if several else 0, dtype=torch.int32),
+        make(m, quantized.padded(k), dtype=getattr(torch, quantized.CODES[given.codes])),
+        make(*scales, dtype=torch.float32),
+        make(m if several else 0, dtype=torch.int32),
     )
+
+
+_FACTS = "x smooth? k codes block input_scale input_zero asymmetric target ue8m0=False"
+register("w8a8_quantize", _FACTS, _quantized, _shapes, "(Tensor, Tensor, Tensor)")
