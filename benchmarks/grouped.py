@@ -7,6 +7,7 @@
     python -m benchmarks.grouped --op w4a8 --quick   the layer with a goal only
     python -m benchmarks.grouped --op w4a16 --packed-for sm_80     programs of mma.sync, through PTX on a newer GPU;
                                                      beside a `gemm` for each expert, and experts packed for the GPU
+    python -m benchmarks.grouped --op w4a16 --compile-only --bundle DIR     the kernels, on any machine
 
 Before its time counts, W4A8 on int8 must have the bits of one `gemm` for each expert, and the others must
 stay inside their error bounds for two of them. The share of the copy bandwidth counts the weights of experts with
@@ -78,6 +79,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget-ms", type=float, default=15.0, help="GPU time of one measurement")
     parser.add_argument("--out", type=Path, help="file to write")
     parser.add_argument("--compile-only", action="store_true", help="compile the kernels, and end")
+    parser.add_argument("--bundle", help="folder with the kernels: --compile-only writes it, else nothing is compiled")
+    parser.add_argument("--layer", type=int, help="one layer, by its place")
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
     options = parser.parse_args(argv)
     if options.packed_for and options.op != "w4a16":
@@ -211,7 +214,7 @@ def measure_row(op: str, layer: Layer, tokens: int, stacked: Any, options: argpa
         row[name] = round(timing.us, 3)
         if name == "us":
             share = row["bytes"] / timing.us / 1e3 / options.copy_gb_s
-            row |= {"spread": round(timing.spread, 4), "copy_share": round(share, 4)}
+            row |= {"spread": round(timing.spread, 4), "repeats": timing.replays, "copy_share": round(share, 4)}
     return row | ({"peers_failed": failed} if failed else {})
 
 
@@ -314,17 +317,28 @@ def _wrong(op: str, x: Any, stacked: Any, starts: list[int], y: Any) -> str | No
 def main(argv: list[str] | None = None) -> int:
     import torch
     from terrazzo.autotune import gemm_bench, measure
+    from terrazzo.lowering.bundle import load_bundle
     from terrazzo.lowering.targets import Target
 
-    from benchmarks.gemm import compiling
+    from benchmarks.engine import compile_kernels
+    from benchmarks.pretended_gpu import pretend
 
     options = arguments(argv)
     ops = (options.op,) if options.op else tuple(GROUP)
     even = (GOAL_LAYER, EVEN_LAYER) if options.dense else None
-    layers = {op: even or LAYERS_OF.get(op, LAYERS)[: 1 if options.quick else None] for op in ops}
+    chosen = slice(1 if options.quick else None) if options.layer is None else slice(options.layer, options.layer + 1)
+    layers = {op: even or LAYERS_OF.get(op, LAYERS)[chosen] for op in ops}
+    if options.compile_only and not torch.cuda.is_available():
+        pretend("nvidia/nvidia-h100")
     options.target = Target.detect()
     how = (options.packed_for, options.dense)
-    compiling(options)([request for op in ops for layer in layers[op] for request in requests_of(op, layer, *how)])
+    if options.bundle and not options.compile_only:
+        load_bundle(options.bundle, strict=True)
+    else:
+        found = [request for op in ops for layer in layers[op] for request in requests_of(op, layer, *how)]
+        failed = compile_kernels(found, options.bundle)
+        if options.compile_only:
+            return min(1, failed)
     result = gemm_bench.header(options.target, options.commit)
     result["copy_gb_s"] = options.copy_gb_s = round(measure.copy_bandwidth(), 1)
     result["rows"] = []

@@ -26,11 +26,12 @@ NAMES = {
     "vllm_marlin_int8": "Marlin int8", "humming_w4a8_int8": "humming int8",
     "humming_w4a8_int8_integers": "humming int8", "humming_w4a8_e4m3": "humming e4m3",
     "flash_attn3_f16": "FlashAttention-3 f16", "flash_attn3_f16_page128": "FlashAttention-3 f16",
-    "torch_bf16": "torch bf16", "vllm_triton": "vLLM's Triton experts",
+    "torch_bf16": "torch bf16", "vllm_triton": "vLLM's Triton experts", "humming_grouped": "humming",
     "flash_attn3_fp8": "FlashAttention-3 fp8", "flash_attn3_fp8_page128": "FlashAttention-3 fp8",
 }  # fmt: skip
 OWN = ("w4a16_symmetric_g32", "generic", "separate", "copy", "empty")
 """What stands among peers of a file and is ours, or no kernel of the same work."""
+EXPERTS = ("torch_bf16", "vllm_triton", "vllm_marlin", "humming", "humming_grouped")
 SIXTEEN = ("cublas_f16", "cublas_bf16", "vllm_marlin", "vllm_machete", "humming_w4a16")
 """Peers whose activations have 16 bits: they are what a product with its quantizer is compared with."""
 TITLES = {
@@ -91,8 +92,8 @@ def attention(result: Mapping[str, Any]) -> Iterator[Case]:
 def experts(result: Mapping[str, Any]) -> Iterator[Case]:
     """Grouped products of layers with a router, where another package's experts ran too; sizes are tokens."""
     for row in (row for row in result["rows"] if row["us"] and row["m"] != row["tokens"] * row["experts"]):
-        peers = {peer: row[peer] for peer in ("torch_bf16", "vllm_triton") if row.get(peer)}
-        if "vllm_triton" in peers:
+        peers = {peer: row[peer] for peer in EXPERTS if row.get(peer)}
+        if len(peers) > 1:
             yield Case(f"{TITLES.get(row['op'], row['op'])}, experts", row["tokens"], row["us"], peers)
 
 
@@ -117,6 +118,7 @@ def engine(result: Mapping[str, Any]) -> Iterator[Case]:
 KINDS: dict[str, Callable[[Mapping[str, Any]], Iterator[Case]]] = {
     **{f"{op}_*.json": products for op in ("w4a16", "w4a8", "w4afp8", "w4ax", "w8a8", "weight_only", "mxfp4_fp8")},
     "grouped_h*.json": experts,
+    "grouped_mxfp4_h*.json": experts,
     "attention_h*.json": attention,
     "attention_prefill_h*.json": attention,
     "decode_step_*.json": decode_step,

@@ -116,7 +116,9 @@ def prefill(result: Mapping[str, Any], source: str) -> str:
 def grouped(result: Mapping[str, Any], source: str) -> str:
     """Grouped GEMM: time, share of the copy bandwidth, ratios to torch's bf16 grouped product and vLLM's experts, or
     to other ways to compute experts that are packed for another target."""
-    rivals = {"torch_bf16": "over torch bf16", "vllm_triton": "over vLLM's int4", "each_us": "over a gemm each"}
+    rivals = {"torch_bf16": "over torch bf16", "vllm_marlin": "over Marlin", "humming": "over humming, indexed"}
+    rivals |= {"humming_grouped": "over humming, grouped", "vllm_triton": "over vLLM's Triton"}
+    rivals |= {"each_us": "over a gemm each"}
     rivals |= {"native_us": "over experts packed for this GPU", "dense_us": "over one weight"}
     packed_for = {row["packed_for"] for row in result["rows"] if "packed_for" in row}
     what = "Grouped GEMM (MoE) and torch's grouped bf16 product"

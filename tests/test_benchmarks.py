@@ -368,12 +368,12 @@ def test_mxfp4_experts_of_a_peer_mean_what_ours_do():
     import torch
     from terrazzo.ops import mxfp4
 
-    from benchmarks.peers.experts import Mxfp4Stack, wrong
+    from benchmarks.peers.experts import Stack, wrong
 
     random = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 256, (2, 64, 32), generator=random, dtype=torch.uint8)
-    stack = Mxfp4Stack(codes, torch.randint(116, 122, (2, 64, 2), generator=random, dtype=torch.uint8))
-    ours = mxfp4.from_gpt_oss(codes.view(2, 64, 2, 16), stack.exponents)
+    stack = Stack(codes, torch.randint(116, 122, (2, 64, 2), generator=random, dtype=torch.uint8))
+    ours = mxfp4.from_gpt_oss(codes.view(2, 64, 2, 16), stack.scales)
     assert all(torch.equal(stack.rows(e), ours[e].dequantize()) for e in range(2))
     x = torch.randn(5, 64, generator=random).bfloat16()
     y = torch.cat([x[:2].double() @ stack.rows(0).T, x[2:].double() @ stack.rows(1).T]).bfloat16()
