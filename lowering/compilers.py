@@ -13,18 +13,18 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from terrazzo.lowering import toolchain as local
-from terrazzo.lowering.data_files import parse_json, read_json
-from terrazzo.lowering.errors import ArgumentError, ToolchainError
+from terrazzo.lowering.data_files import parse_json
+from terrazzo.lowering.errors import ToolchainError
+from terrazzo.lowering.settings import COMPILER, clean_environment
 from terrazzo.lowering.toolchain import INSTALL_COMPILER, Toolchain, package_version
 
-VARIABLE = "TERRAZZO_COMPILER"
+VARIABLE = COMPILER.variable
 PROBE_S = 60.0
 # "" stands first on the path of `python -c`: the working directory answers for no module.
 START = "import sys; sys.path[:] = [entry for entry in sys.path if entry]; "
@@ -54,54 +54,10 @@ class Compiler:
             )
 
 
-def config_file() -> Path:
-    """Where `set_compiler` writes: $XDG_CONFIG_HOME/terrazzo/config.json, else ~/.config/terrazzo/config.json.
-
-    Raises:
-        ToolchainError: there is no home folder to name it from.
-    """
-    try:
-        base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-        return Path(base).expanduser().absolute() / "terrazzo" / "config.json"
-    except (RuntimeError, OSError) as error:
-        raise ToolchainError(f"the configuration has no folder: {error}; set {VARIABLE}, or HOME") from error
-
-
-def named_compiler() -> tuple[str, str] | None:
-    """(interpreter, what names it) of another environment that compiles, or None: this environment does.
-
-    An empty TERRAZZO_COMPILER means this environment, whatever the configuration says.
-
-    Raises:
-        ToolchainError: a configuration that cannot be read, or is another user's to write.
-    """
-    named = os.environ.get(VARIABLE)
-    if named is not None:
-        return (named, VARIABLE) if named else None
-    try:
-        path = config_file()
-        seen = path.stat(), path.parent.stat()
-    except (ToolchainError, OSError):
-        return None
-    remedy = f"remove it, and run `terrazzo config compiler` again, or set {VARIABLE}"
-    if any(it.st_uid not in (0, os.getuid()) or it.st_mode & 0o022 for it in seen):
-        raise ToolchainError(
-            f"{path} names a program to run, and others than this user may write it or its folder; {remedy}"
-        )
-    try:
-        found = read_json(path, "config.json", remedy, most=1 << 16)
-    except ArgumentError as error:
-        raise ToolchainError(str(error)) from error
-    named = found.get("compiler") if isinstance(found, dict) else ""
-    if named is not None and not (isinstance(named, str) and named):
-        raise ToolchainError(f"{path} has no path of an interpreter under 'compiler'; {remedy}")
-    return named and (named, str(path))
-
-
 def set_compiler(path: str | os.PathLike | None) -> Compiler | None:
     """Let the interpreter at `path` compile the cold kernels of this user's processes; None: each compiles its own.
 
-    It is kept in `config_file`. TERRAZZO_COMPILER, where it is set, is asked first.
+    It is kept in the configuration file. TERRAZZO_COMPILER, where it is set, is asked first.
 
     Returns:
         What was found there, None for None.
@@ -113,23 +69,7 @@ def set_compiler(path: str | os.PathLike | None) -> Compiler | None:
     if path is not None:
         found = _probe(os.path.abspath(os.path.expanduser(os.fspath(path))))
         found.require("kernels")
-    file = config_file()
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if found is None:
-            file.unlink(missing_ok=True)
-            return None
-        handle, private = tempfile.mkstemp(dir=file.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as out:
-                json.dump({"compiler": found.python}, out)
-            os.replace(private, file)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(private)
-            raise
-    except OSError as error:
-        raise ToolchainError(f"{file} cannot be written: {error}; set {VARIABLE} instead") from error
+    COMPILER.keep(None if found is None else found.python)
     return found
 
 
@@ -174,7 +114,7 @@ def compiler() -> Compiler:
     Raises:
         ToolchainError: the interpreter that is named is absent or broken, or has another terrazzo; or nvcc fails here.
     """
-    named = named_compiler()
+    named = COMPILER.find()
     if named is None:
         tools = local.toolchain()
         missing = tools.missing()
@@ -194,7 +134,7 @@ def compiler_report() -> dict[str, Any]:
     `Compiler` has them, or a problem, for which both are None."""
     report: dict[str, Any] = {"python": None, "named_by": None, "toolchain": None, "missing": None, "problem": None}
     try:
-        named = named_compiler()
+        named = COMPILER.find()
         if named is not None:
             report |= {"python": named[0], "named_by": named[1]}
         found = compiler()
@@ -202,11 +142,6 @@ def compiler_report() -> dict[str, Any]:
     except ToolchainError as error:
         report["problem"] = str(error)
     return report
-
-
-def clean_environment() -> dict[str, str]:
-    """This process's environment for an interpreter of another one: without what would change its imports."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | {VARIABLE: ""}
 
 
 def _remedy() -> str:
@@ -224,7 +159,7 @@ def _probe(python: str) -> Compiler:
     try:
         done = subprocess.run(
             [python, "-c", _PROBE],
-            env=clean_environment(),
+            env=clean_environment() | {VARIABLE: ""},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=PROBE_S,

@@ -24,6 +24,7 @@ from terrazzo.lowering import compilers
 from terrazzo.lowering.cache import cache_root
 from terrazzo.lowering.errors import CacheError, CompileError, TerrazzoError, ToolchainError
 from terrazzo.lowering.request import KernelRequest
+from terrazzo.lowering.settings import clean_environment
 
 DEADLINE_S = 900.0
 IDLE_S = 600.0
@@ -100,7 +101,10 @@ class WorkerProcess:
             arguments = [os.path.abspath(entry) if entry else "", *search_path()]
             command, environment = [sys.executable, "-c", code, *arguments], {**os.environ, compilers.VARIABLE: ""}
         else:
-            command, environment = [self.python, "-c", f"{compilers.START}{_SERVE}()"], compilers.clean_environment()
+            command, environment = (
+                [self.python, "-c", f"{compilers.START}{_SERVE}()"],
+                {**clean_environment(), compilers.VARIABLE: ""},
+            )
         # a relative cache is this process's, which may have changed its folder since
         environment |= {"TERRAZZO_CACHE_DIR": str(cache_root()), "CUDA_VISIBLE_DEVICES": ""}
         with contextlib.suppress(OSError):  # the process says better what is wrong with the usual folder

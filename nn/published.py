@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn.joined import rows_of
 from terrazzo.nn.sources import Published, cast
-from terrazzo.ops.checkpoints.conventions.compressed_tensors import METHOD, scheme_of
+from terrazzo.ops.checkpoints.conventions.compressed_tensors import METHOD, in_blocks, scheme_of
 from terrazzo.ops.checkpoints.conventions.table import WRITERS
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class Written:
 
     def __init__(self, made: Published, convention: Convention, root: str, tied: bool) -> None:
         self.made, self.convention, self.root, self.tied = made, convention, root, tied
+        self.block = in_blocks(made.quantize.product, made.quantize.group_size)
         self.state: dict[str, torch.Tensor] = {}
         self.taken: set[str] = set()
         made.keep = self._keep
@@ -70,7 +71,7 @@ class Written:
         whole, first = packed.unpack(), 0
         for name, size in zip(names, sizes, strict=True):
             part, first = rows_of(whole, slice(first, first + size)), first + size
-            tensors = self.convention.write(part) | ({} if part.bias is None else {"bias": part.bias})
+            tensors = self.convention.write(part, self.block) | ({} if part.bias is None else {"bias": part.bias})
             self.state |= {f"{self._named(name)}.{leaf}": t.cpu().contiguous() for leaf, t in tensors.items()}
 
     def _named(self, name: str) -> str:

@@ -107,7 +107,7 @@ def quantize_folder(
         options = {"rule": "search"} | dict(options or {})
     settings = {
         "format": "as published" if form is None else str(form), "write": None if writer is None else writer.published,
-        "dtype": reading.weights_name(found), "options": digest_of(dict(options or {})),
+        "method": None,         "dtype": reading.weights_name(found), "options": digest_of(dict(options or {})),
         "version": folders.VERSION, "target": target, "calibration": digest_of(calibration),
     }  # fmt: skip
 

@@ -42,6 +42,35 @@ def compiler_command(python: Path | None, unset: bool, as_json: bool) -> None:
         raise click.exceptions.Exit(1)
 
 
+@config_group.command("quantizer")
+@click.argument("python", required=False, type=click.Path(dir_okay=False, path_type=Path), metavar="[PATH]")
+@click.option("--unset", is_flag=True, help="Name none.")
+@json_option
+def quantizer_command(python: Path | None, unset: bool, as_json: bool) -> None:
+    """Which environment quantizes by GPTQ, AWQ and AutoRound: show it, or name the Python at PATH.
+
+    It has llm-compressor, which pins other releases than engines have, and needs no terrazzo. TERRAZZO_QUANTIZER, where
+    it is set, counts first.
+    """
+    from terrazzo.integrations import llm_compressor
+
+    if python is not None and unset:
+        raise click.UsageError("PATH names a quantizer and --unset forgets it; give one")
+    if python is not None or unset:
+        llm_compressor.set_quantizer(python)
+    report = llm_compressor.report()
+    if as_json:
+        return print_json(report)
+    if report["python"] is None and report["problem"] is None:
+        return click.echo(f"none is named; these two lines set one up:\n{llm_compressor.INSTALL}")
+    if report["python"] is not None:
+        click.echo(f"{report['python']}, named by {report['named_by']}")
+    if report["problem"]:
+        click.echo(report["problem"])
+        raise click.exceptions.Exit(1)
+    click.echo(", ".join(f"{name} {version}" for name, version in report["releases"].items()))
+
+
 def describe(report: dict) -> list[str]:
     """A compiler's report as lines of text, the first one saying who compiles."""
     lines = ["this environment compiles" if report["python"] is None else report["python"]]

@@ -49,6 +49,14 @@ _VERIFY = click.option(
     help="As w4a16-g64, w4a16-gK-sym, w4a8, mxfp4, nvfp4, w8a16, fp8.",
 )
 @click.option(
+    "--method",
+    type=click.Choice(["rtn", "gptq", "awq", "autoround"]),
+    default="rtn",
+    show_default=True,
+    help="rtn rounds to the nearest, with searched ranges. Others run llm-compressor (terrazzo config quantizer) and "
+    "need --calibration.",
+)
+@click.option(
     "--write",
     type=click.Choice(["compressed-tensors", "packed"]),
     help="Form of the folder. Default: compressed-tensors, which vLLM reads too, where the format has it and neither "
@@ -74,8 +82,8 @@ _VERIFY = click.option(
 @_VERIFY
 @json_option
 def quantize(
-    folder: Path, out: Path, form: str, dtype: str | None, calibration: Path | None, tokens: int, as_json: bool,
-    **options: Any,
+    folder: Path, out: Path, form: str, method: str, dtype: str | None, calibration: Path | None, tokens: int,
+    as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Quantize a float Hugging Face model, layer by layer, to a folder that terrazzo.load reads.
 
@@ -86,6 +94,7 @@ def quantize(
     A run that was stopped goes on where it was when it is started again. Where stderr is no terminal, lines there say
     how far it is.
     """
+    from terrazzo.integrations import llm_compressor
     from terrazzo.nn.quantizing import quantize_folder
 
     if calibration is None and _is_given("tokens"):
@@ -94,14 +103,21 @@ def quantize(
         trusted = options["trust_remote_code"]
         text = None if calibration is None else _tokens_of(folder, calibration, tokens, trusted)
         options |= dict(dtype=_dtype(dtype), calibration=text)
-        errors = quantize_folder(folder, out, form, **options, progress=layers_progress(stack, quiet=as_json))
-    method = _method_of(out)
+        options["progress"] = layers_progress(stack, quiet=as_json)
+        if method == "rtn":
+            errors = quantize_folder(folder, out, form, **options)
+        else:
+            kept = {name: options.pop(name) for name in ("kv", "target", "write")}
+            if named := [name for name, value in kept.items() if value not in (None, "compressed-tensors")]:
+                raise click.UsageError(f"--{named[0]} is of packed folders, which --method {method} does not write")
+            errors = llm_compressor.quantize_folder(folder, out, form, method, **options)
+    written = _method_of(out)
     if as_json:
-        return print_json({"out": str(out), "format": form, "written": method, "errors": errors})
+        return print_json({"out": str(out), "format": form, "method": method, "written": written, "errors": errors})
     worst = sorted(errors.items(), key=lambda item: -item[1])
     print_table(("layer", "error %"), [(name, round(100 * error, 2)) for name, error in worst[:SHOWN]])
     shown = f"the {min(SHOWN, len(worst))} with the largest errors above"
-    click.echo(f"{len(errors)} layers in {out}, {method}, {shown}")
+    click.echo(f"{len(errors)} layers in {out}, {written}, {shown}")
 
 
 @click.command(cls=Command)

@@ -14,6 +14,7 @@ import pytest
 from lowering_tools import DRIVE, HERE, needs_compiler, request_for, run_python
 from terrazzo.lowering import KernelRequest, compile_many, compile_request, compilers, environment_report, worker
 from terrazzo.lowering.errors import CompileError, ToolchainError
+from terrazzo.lowering.settings import COMPILER
 from terrazzo.lowering.toolchain import package_version, toolchain
 
 ROOT = HERE.parents[1]
@@ -97,21 +98,21 @@ def test_only_an_absolute_path_of_a_program_is_run(cache_dir, monkeypatch, tmp_p
 def test_a_name_is_written_down_checked_and_taken_back(interpreter, tmp_path, monkeypatch):
     python = interpreter(HONEST)
     assert compilers.set_compiler(python).python == python
-    assert compilers.config_file() == tmp_path / "config" / "terrazzo" / "config.json"
-    assert compilers.named_compiler() == (python, str(compilers.config_file()))
+    assert COMPILER.file() == tmp_path / "config" / "terrazzo" / "config.json"
+    assert COMPILER.find() == (python, str(COMPILER.file()))
     with pytest.raises(ToolchainError, match="has no terrazzo that works"):
         compilers.set_compiler(interpreter("", 1, "broken"))
-    assert compilers.named_compiler()[0] == python  # as it was
+    assert COMPILER.find()[0] == python  # as it was
     monkeypatch.setenv(compilers.VARIABLE, "/first")
-    assert compilers.named_compiler() == ("/first", compilers.VARIABLE)
+    assert COMPILER.find() == ("/first", compilers.VARIABLE)
     monkeypatch.delenv(compilers.VARIABLE)
-    assert compilers.set_compiler(None) is None and compilers.named_compiler() is None
+    assert compilers.set_compiler(None) is None and COMPILER.find() is None
     assert not list((tmp_path / "config" / "terrazzo").iterdir())
 
 
 @pytest.mark.parametrize("text", ["", "5", "{", '{"compiler": 5}', '{"compiler": ""}', "[" * 10_000, "\0"])
 def test_a_damaged_configuration_is_an_error(text):
-    file = compilers.config_file()
+    file = COMPILER.file()
     file.parent.mkdir(parents=True)
     file.write_text(text)
     with pytest.raises(ToolchainError, match="config"):
@@ -122,7 +123,7 @@ def test_a_damaged_configuration_is_an_error(text):
 @pytest.mark.parametrize("what", ["file", "folder"])
 def test_a_configuration_that_others_may_write_is_not_followed(interpreter, what):
     compilers.set_compiler(interpreter(HONEST))
-    file = compilers.config_file()
+    file = COMPILER.file()
     (file if what == "file" else file.parent).chmod(0o666 if what == "file" else 0o777)
     with pytest.raises(ToolchainError, match="others than this user may write it"):
         compilers.compiler()

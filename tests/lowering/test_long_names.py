@@ -12,6 +12,7 @@ from terrazzo.cli import main
 from terrazzo.lowering import cache, compilers, load_bundle, write_bundle
 from terrazzo.lowering.bundle import read_bundle
 from terrazzo.lowering.errors import TerrazzoError
+from terrazzo.lowering.settings import COMPILER
 from terrazzo.lowering.wheel_file import write_wheel
 from terrazzo.schedules import records
 
@@ -62,7 +63,7 @@ def test_a_cache_of_such_a_name_is_refused(place, call, monkeypatch):
 def test_a_configuration_of_such_a_name_is_none(place, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", place)
     monkeypatch.delenv(compilers.VARIABLE, raising=False)
-    assert compilers.named_compiler() is None
+    assert COMPILER.find() is None
     with pytest.raises(TerrazzoError, match=compilers.VARIABLE):
         compilers.set_compiler(None)
 

@@ -101,8 +101,9 @@ class Convention:
         rows: output features that are stored as one piece; tensors of such layers are not cut.
         divided: whether a vector beside a layer may divide its activations (AutoAWQ's ScaledActivation).
         versioned: whether the version that a config states is kept where a caller names the format.
-        writes: products whose canonical weights `write` stores so. write: weight -> its tensors without the bias, which
-            `read` or `direct` makes the weight of again. published: compressed-tensors' name of what it writes.
+        writes: products whose canonical weights `write` stores so. published: what compressed-tensors names it.
+        write: (weight, whether it is to have a scale for each block of 128 x 128) -> its tensors without the bias, of
+            which the reader makes it again.
     """
 
     name: str

@@ -213,7 +213,7 @@ def read(tensors: Tensors, config: LayerConfig, product: Product, **options: Any
     return (unpack_bytes if product.wide else unpack)(**given, **facts)
 
 
-def _write(weight: AnyCanonical) -> Tensors:
+def _write(weight: AnyCanonical, block: bool) -> Tensors:
     """pack-quantized: codes of integers with zero points or, signed, without."""
     import torch
 
@@ -408,6 +408,11 @@ def _activations(acts: Stated, bytes_: bool = False) -> str | None:
     return "int8" if kind == "int" else "e4m3" if kind == "float" else None
 
 
+def in_blocks(product: Product, group_size: int | None) -> bool:
+    """Whether scales are those of blocks of 128 x 128."""
+    return bool(product.codes.values) and group_size == 128
+
+
 _SCALE_DTYPES = {"e8m0": "torch.uint8", "e4m3": "torch.float8_e4m3fn"}
 
 
@@ -419,7 +424,7 @@ def scheme_of(product: Product, group_size: int | None, symmetric: bool, format:
         group_size: input features of a scale, None for one of each row. symmetric: whether there are no zero points.
         format: `Convention.published` of its layers.
     """
-    codes, blocks = product.codes, bool(product.codes.values) and group_size == 128
+    codes, blocks = product.codes, in_blocks(product, group_size)
     strategy = "block" if blocks else "channel" if group_size is None else "group"
     stated: Stated = {"num_bits": codes.bits, "type": "float" if codes.values else "int", "dynamic": False}
     stated |= {"symmetric": symmetric or not codes.symmetric, "strategy": strategy, "group_size": group_size}

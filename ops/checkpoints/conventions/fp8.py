@@ -98,13 +98,13 @@ def _direct(tensors: Tensors, config: LayerConfig) -> dict[str, Any]:
     return dict(codes=codes, scales=scales, bias=tensors.get("bias"), ue8m0=ue8m0) | found
 
 
-def _write(weight: AnyCanonical) -> Tensors:
+def _write(weight: AnyCanonical, block: bool) -> Tensors:
     """A scale of each row, or of each block of 128 x 128."""
     import torch
 
     compressed_tensors.each_group(weight)
     scales = weight.scales if weight.scales.ndim == 2 else weight.scales[:, None]
-    if weight.group_size < weight.k:
+    if block:
         blocks = scales[::128]
         if not torch.equal(blocks.repeat_interleave(128, 0)[: weight.n], scales):
             constraint = "must be alike in blocks of 128 rows"

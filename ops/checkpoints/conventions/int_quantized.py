@@ -44,7 +44,7 @@ def _direct(tensors: Tensors, config: LayerConfig) -> dict[str, Any]:
     return dict(codes=tensors["weight"], scales=scale, bias=tensors.get("bias")) | found
 
 
-def _write(weight: AnyCanonical) -> Tensors:
+def _write(weight: AnyCanonical, block: bool) -> Tensors:
     compressed_tensors.each_group(weight)
     return {"weight": weight.codes, "weight_scale": weight.scales[:, None]}
 

@@ -73,7 +73,7 @@ def nibbles(packed: torch.Tensor) -> torch.Tensor:
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
 
 
-def write(weight: AnyCanonical) -> Tensors:
+def write(weight: AnyCanonical, block: bool) -> Tensors:
     """e2m1 codes, two in a byte, and the scales of groups as their bytes."""
     compressed_tensors.each_group(weight)
     return {"weight_packed": pairs(weight.codes), "weight_scale": weight.scales}

@@ -88,7 +88,7 @@ def _read(tensors: Tensors, config: LayerConfig, product: Product) -> QuantizedW
     return (unpack_modelopt if "weight" in tensors else unpack)(**tensors)
 
 
-def _write(weight: AnyCanonical) -> Tensors:
+def _write(weight: AnyCanonical, block: bool) -> Tensors:
     """compressed-tensors' words: one factor of all rows, as its reciprocal."""
     import torch
 
@@ -96,7 +96,7 @@ def _write(weight: AnyCanonical) -> Tensors:
     if not bool((weight.factors == factor).all()):
         constraint = "differ from row to row, and a layer of compressed-tensors has one for all"
         raise ArgumentError("factors", "unlike ones", constraint, compressed_tensors.PACKED)
-    made = mxfp4.write(weight)
+    made = mxfp4.write(weight, block)
     scales = made["weight_scale"].view(torch.float8_e4m3fn)
     return made | {"weight_scale": scales, "weight_global_scale": factor.double().reciprocal().float()}
 

@@ -10,7 +10,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn.formats import Format
 from terrazzo.ops import stored_layers
 from terrazzo.ops.checkpoints import Checkpoint
-from terrazzo.ops.checkpoints.conventions.compressed_tensors import scheme_of
+from terrazzo.ops.checkpoints.conventions.compressed_tensors import in_blocks, scheme_of
 from terrazzo.ops.checkpoints.conventions.table import CONVENTIONS, WRITERS
 from terrazzo.ops.products.table import PRODUCTS
 
@@ -35,8 +35,16 @@ def folder_of(path, form: Format, weight):
     convention = WRITERS[form.product.record]
     group = scheme_of(form.product, form.group_size, form.symmetric, convention.published)
     config = {"quant_method": "compressed-tensors", "format": convention.published, "config_groups": {"group_0": group}}
-    tensors = convention.write(weight) | {"bias": weight.bias}
+    tensors = convention.write(weight, in_blocks(form.product, form.group_size)) | {"bias": weight.bias}
     return write(path, {f"{LAYER}.{leaf}": t for leaf, t in tensors.items()}, config)
+
+
+@pytest.mark.parametrize("text", ["fp8-g128", "w8a8-e4m3-g128"])
+def test_a_short_row_has_blocks_too(text):
+    """Other readers want a scale for each block, also where one block has all columns."""
+    form = Format.parse(text)
+    tensors = WRITERS[form.product.record].write(made(form, n=200, k=128), True)
+    assert list(tensors["weight_scale"].shape) == [2, 1]
 
 
 @pytest.mark.parametrize("text", FORMATS)
@@ -73,14 +81,14 @@ def test_products_without_a_published_form_have_no_writer():
 def test_weights_that_others_could_not_read_are_refused(tmp_path):
     form = Format.parse("w4a16-g128")
     with pytest.raises(ArgumentError, match="group_size = 128: K = 192 is no multiple"):
-        WRITERS["w4a16"].write(made(form, k=192))
+        WRITERS["w4a16"].write(made(form, k=192), False)
     order = dataclasses.replace(made(form), perm=torch.arange(256).flip(0).int())
     with pytest.raises(ArgumentError, match="perm"):
-        WRITERS["w4a16"].write(order)
+        WRITERS["w4a16"].write(order, False)
     rows = dataclasses.replace(made(Format.parse("nvfp4")), factors=torch.rand(200))
     with pytest.raises(ArgumentError, match="factors"):
-        WRITERS["nvfp4"].write(rows)
+        WRITERS["nvfp4"].write(rows, False)
     blocks = made(Format.parse("fp8-g128"))
     blocks.scales[3] *= 2
     with pytest.raises(ArgumentError, match="blocks of 128 rows"):
-        WRITERS["fp8"].write(blocks)
+        WRITERS["fp8"].write(blocks, True)
