@@ -7,7 +7,6 @@
     python -m benchmarks.grouped --op w4a8 --quick   the layer with a goal only
     python -m benchmarks.grouped --op w4a16 --packed-for sm_80     programs of mma.sync, through PTX on a newer GPU;
                                                      beside a `gemm` for each expert, and experts packed for the GPU
-    python -m benchmarks.grouped --op w4a16 --compile-only --bundle DIR     the kernels, on any machine
 
 Before its time counts, W4A8 on int8 must have the bits of one `gemm` for each expert, and the others must
 stay inside their error bounds for two of them. The share of the copy bandwidth counts the weights of experts with
@@ -23,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import program
 from benchmarks.peers.experts import PEERS
 
 RIVALS = {peer.name for peers in PEERS.values() for peer in peers}
@@ -79,7 +79,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget-ms", type=float, default=15.0, help="GPU time of one measurement")
     parser.add_argument("--out", type=Path, help="file to write")
     parser.add_argument("--compile-only", action="store_true", help="compile the kernels, and end")
-    parser.add_argument("--bundle", help="folder with the kernels: --compile-only writes it, else nothing is compiled")
     parser.add_argument("--layer", type=int, help="one layer, by its place")
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
     options = parser.parse_args(argv)
@@ -317,28 +316,19 @@ def _wrong(op: str, x: Any, stacked: Any, starts: list[int], y: Any) -> str | No
 def main(argv: list[str] | None = None) -> int:
     import torch
     from terrazzo.autotune import gemm_bench, measure
-    from terrazzo.lowering.bundle import load_bundle
     from terrazzo.lowering.targets import Target
-
-    from benchmarks.engine import compile_kernels
-    from benchmarks.pretended_gpu import pretend
 
     options = arguments(argv)
     ops = (options.op,) if options.op else tuple(GROUP)
     even = (GOAL_LAYER, EVEN_LAYER) if options.dense else None
     chosen = slice(1 if options.quick else None) if options.layer is None else slice(options.layer, options.layer + 1)
     layers = {op: even or LAYERS_OF.get(op, LAYERS)[chosen] for op in ops}
-    if options.compile_only and not torch.cuda.is_available():
-        pretend("nvidia/nvidia-h100")
     options.target = Target.detect()
     how = (options.packed_for, options.dense)
-    if options.bundle and not options.compile_only:
-        load_bundle(options.bundle, strict=True)
-    else:
-        found = [request for op in ops for layer in layers[op] for request in requests_of(op, layer, *how)]
-        failed = compile_kernels(found, options.bundle)
-        if options.compile_only:
-            return min(1, failed)
+    found = [request for op in ops for layer in layers[op] for request in requests_of(op, layer, *how)]
+    outcomes = program.compile_all(found)
+    if options.compile_only:
+        return int(any(isinstance(outcome, Exception) for outcome in outcomes))
     result = gemm_bench.header(options.target, options.commit)
     result["copy_gb_s"] = options.copy_gb_s = round(measure.copy_bandwidth(), 1)
     result["rows"] = []

@@ -18,10 +18,10 @@ from types import SimpleNamespace
 import pytest
 from terrazzo.autotune import gemm_bench, jobs
 from terrazzo.commands_tune import run_command
-from terrazzo.lowering import parallel
+from terrazzo.lowering import bundle, parallel
 from terrazzo.lowering.targets import Target
 
-from benchmarks import compile_ahead, gemm, host
+from benchmarks import compile_ahead, gemm, grouped, host
 from benchmarks.host_steps import NEEDS, STEPS, Step, chosen, missing, plan, workers
 
 ROOT = Path(__file__).parents[1]
@@ -314,6 +314,22 @@ def test_a_benchmark_stops_before_its_first_launch(monkeypatch, capsys):
     monkeypatch.setattr(parallel, "compile_many", lambda requests: [ValueError("no")])
     assert compile_ahead.main(["w4a16", "--quick", "--m", "16"]) == 1
     assert compile_ahead.main(["w4a8", "--count"]) == 1 and "before it compiled" in capsys.readouterr().err
+
+
+def test_a_benchmark_runs_on_kernels_that_another_machine_compiled(monkeypatch, capsys):
+    asked, compiled, written = [], parallel.compile_many, {}
+    monkeypatch.setattr(gemm_bench, "require_gpu", lambda: None)
+    monkeypatch.setattr(Target, "detect", lambda: Target.parse("sm_90a"))
+    monkeypatch.setattr(parallel, "compile_many", lambda requests: asked.extend(requests) or [None] * len(requests))
+    monkeypatch.setattr(bundle, "write_bundle", lambda path, requests, replace: written.update({path: requests}))
+    assert compile_ahead.main(["--write", "folder", "grouped", "--op", "mxfp4", "--quick"]) == 0
+    assert written == {"folder": list(dict.fromkeys(asked))} and asked
+    loaded, ran = [], []
+    monkeypatch.setattr(bundle, "load_bundle", lambda path, strict: loaded.append((path, strict)))
+    monkeypatch.setattr(grouped, "main", lambda argv: ran.append((argv, parallel.compile_many(asked))) or 3)
+    assert compile_ahead.main(["--use", "folder", "grouped", "--op", "mxfp4"]) == 3
+    assert loaded == [("folder", True)] and ran == [(["--op", "mxfp4"], [])]
+    assert parallel.compile_many is not compiled and len(parallel.compile_many([])) == 0, "as it was before"
 
 
 def test_compile_ahead_has_help_and_one_line_for_a_name_that_is_none(capsys):
