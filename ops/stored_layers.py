@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from terrazzo.ops import fp8, mxfp4, mxfp4_fp8, nvfp4, w8a8, w8a16
-from terrazzo.ops.products import converted, direct, wide
+from terrazzo.ops.checkpoints.loaders import Family
+from terrazzo.ops.products import converted, wide
 from terrazzo.ops.products.table import PRODUCTS
 from terrazzo.ops.products.ways import INT8
-from terrazzo.ops.w4a8.fp8_importers import FAMILY as W4A8_FP8
-from terrazzo.ops.w4a8.importers import FAMILY as W4A8
 from terrazzo.ops.w4a8.w8a8.op import runs_on
-from terrazzo.ops.w4a16.importers import FAMILY as W4A16
 
 if TYPE_CHECKING:
     from terrazzo.lowering.targets import Target
     from terrazzo.ops.checkpoints.conventions.base import LayerConfig
     from terrazzo.ops.products.product import Product
 
-FAMILIES = {
-    wide.W4A16.record: W4A16, converted.W4A8.record: W4A8, converted.W4A8_FP8.record: W4A8_FP8,
-    wide.MXFP4.record: mxfp4.FAMILY, wide.FP8.record: fp8.FAMILY, wide.W8A16.record: w8a16.FAMILY,
-    wide.NVFP4.record: nvfp4.FAMILY, direct.W8A8.root: w8a8.FAMILY, converted.MXFP4_FP8.record: mxfp4_fp8.FAMILY,
-}  # fmt: skip
+FAMILIES: dict[str, Family[Any, Any]] = {
+    one.root if one.direct else one.record: import_module(f"terrazzo.ops.{one.module}").load_model.__self__
+    for one in PRODUCTS
+    if one.conventions
+}
 """Operator -> what reads its layers. W8A8's is also that of e4m3."""
 _INTEGERS = {one.x.quant: one for one in (wide.W4A16, converted.W4A8, converted.W4A8_FP8)}
 """What a config says of activations -> product of 4-bit integers."""

@@ -6,19 +6,9 @@ from terrazzo.ops.products import converted, direct, mixed, wide
 from terrazzo.ops.products.codes import Codes
 from terrazzo.ops.products.product import Product
 
-PRODUCTS: tuple[Product, ...] = (
-    wide.W4A16,
-    wide.MXFP4,
-    wide.NVFP4,
-    wide.W8A16,
-    wide.FP8,
-    converted.W4A8,
-    converted.W4A8_FP8,
-    converted.MXFP4_FP8,
-    direct.W8A8,
-    direct.W8A8_FP8,
-    mixed.W4AX,
-)
+_ROOMS = (wide, converted, direct, mixed)
+PRODUCTS: tuple[Product, ...] = tuple(one for room in _ROOMS for one in vars(room).values() if isinstance(one, Product))
+"""All that stand in a room, in its order."""
 BY_RECORD: dict[str, Product] = {one.record: one for one in PRODUCTS}
 BY_WORD: dict[str, Product] = {one.word: one for one in PRODUCTS}
 _BY_CODES = {one.codes.name: one for one in PRODUCTS}
