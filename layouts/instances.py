@@ -132,6 +132,17 @@ _add(
 )
 _add(
     Instance(
+        "nf4",
+        "NF4 with 16-bit activations: the same, three bits of a code where a byte permute reads them",
+        _wgmma(16),
+        "nf4_bf16_words",
+        4,
+        _k(4),
+        block_order="kr",
+    )
+)
+_add(
+    Instance(
         "w8a16",
         "INT8 with 16-bit activations, every target: two k16 steps of A in one load",
         _wgmma(16),

@@ -123,7 +123,7 @@ def _kind(checkpoint: _Sampled, name: str, operator: str | None, target: Target 
         raise ArgumentError("name", name, config.skip, "load_model names the same reason")
     chosen = operator or operator_of(convention, config, target)
     facts = checkpoint.facts(name, chosen, config)
-    n = checkpoint.output_features(name)
+    n = checkpoint.output_features(name) or facts.n
     symmetric = facts.symmetric and checkpoint.is_even(name, n)
     return replace(facts, leaf=name.rpartition(".")[2], n=n, symmetric=symmetric)
 
@@ -152,7 +152,8 @@ class _Sampled(Checkpoint):
     def _small(self, prefix: str) -> list[str]:
         """Tensors whose values decide what a layer is."""
         names = ("qzeros", "weight_zero_point", "input_zero_point", "g_idx", "weight_g_idx", "weight_shape")
-        return [full for leaf, full in self.leaves(prefix).items() if leaf in names and full in self.places]
+        told = lambda leaf: leaf in names or leaf.startswith("weight.quant_state")
+        return [full for leaf, full in self.leaves(prefix).items() if told(leaf) and full in self.places]
 
     def _telling(self, name: str) -> object:
         """The values of a small tensor; of zero points only whether they are all the same, and which."""
@@ -210,11 +211,12 @@ class _Sampled(Checkpoint):
         """Output features of an element; zero points may be bytes."""
         return 1 if self.describe(name)[0] == "I8" else packed
 
-    def output_features(self, prefix: str) -> int:
-        """N of a layer."""
+    def output_features(self, prefix: str) -> int | None:
+        """N of a layer; None where no tensor has them along a dimension of its own, and all are read."""
         held = self.leaves(prefix)
-        own = next(leaf for leaf in self.convention(prefix).leaves if leaf.name in held and leaf.n and leaf.n[1] == 1)
-        return self.describe(held[own.name])[1][own.n[0]]
+        found = (it for it in self.convention(prefix).leaves if it.name in held and it.n and it.n[1] == 1)
+        own = next(found, None)
+        return None if own is None else self.describe(held[own.name])[1][own.n[0]]
 
     def is_even(self, prefix: str, n: int) -> bool:
         """Whether all zero points of a layer are stored as its first ones are."""

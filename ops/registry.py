@@ -150,6 +150,8 @@ REGISTRY: tuple[Support, ...] = (
     _linear(wide.NVFP4, "modelopt", "from_modelopt", "NVFP4 and W4A16_NVFP4: weight_scale_2"),
     _linear(wide.NVFP4, "compressed_tensors", "from_compressed_tensors", "nvfp4-pack-quantized"),
     _linear(wide.NVFP4, "rtn", "quantize", "float weight, round to nearest"),
+    _linear(wide.NF4, "bitsandbytes", "from_bitsandbytes", "4 bits, blocks of 64, absmax quantized in its turn or not"),
+    _linear(wide.NF4, "rtn", "quantize", "float weight, the nearest of the codebook"),
     _linear(wide.FP8, "compressed_tensors", "from_checkpoint", "float-quantized: tensor, channel or block scales"),
     _linear(wide.FP8, "fp8", "from_checkpoint", "quant_method fp8 and fbgemm_fp8: weight_scale, weight_scale_inv"),
     _linear(wide.FP8, "rtn", "quantize", "float weight, scales of the tensor, of rows or of blocks"),

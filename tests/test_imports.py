@@ -88,7 +88,7 @@ CIRCLES: set[tuple[str, ...]] = set()
 """Circles that imports inside functions still close: the list only shrinks."""
 SIDEWAYS: set[tuple[str, str]] = set()
 """Imports of one family by another, or by what all share: the list only shrinks."""
-FAMILIES = ("activation", "attention", "fp8", "mxfp4", "norm", "nvfp4", "rope", "w4a16", "w4a8", "w4ax", "w8a16")
+FAMILIES = ("activation", "attention", "fp8", "mxfp4", "nf4", "norm", "nvfp4", "rope", "w4a16", "w4a8", "w4ax", "w8a16")
 
 
 def short(module: str) -> str:

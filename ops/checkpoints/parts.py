@@ -32,7 +32,8 @@ def tensors(
     convention, held = checkpoint.convention(name), checkpoint.leaves(name)
     codes = next((leaf for leaf in convention.leaves if leaf.name in convention.codes and leaf.name in held), None)
     lacking = any(not (leaf.optional or leaf.name in held or leaf.instead in held) for leaf in convention.leaves)
-    if convention.rows > 1 or codes is None or lacking or not all(full in checkpoint.places for full in held.values()):
+    flat = codes is None or codes.n is None
+    if convention.rows > 1 or flat or lacking or not all(full in checkpoint.places for full in held.values()):
         return None  # what is missing is said where the whole is
     shapes = {leaf: checkpoint.describe(full)[1] for leaf, full in held.items()}
     sizes = _sizes(checkpoint, name, codes, config, shapes)

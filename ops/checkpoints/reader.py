@@ -157,10 +157,11 @@ class Checkpoint(files.TensorFiles):
         """Every tensor that no layer reads, `<name>` of `<name>.weight`, else whole names -> what it is, or why it is
         lost: "BF16 [4096, 4096]"."""
         taken, found = self.layers(), {}
+        read = {full for one in taken for leaf, full in self.leaves(one).items() if leaf in self.read_leaves(one)}
         for name in self.names():
-            prefix, _, leaf = name.rpartition(".")
-            if prefix in taken and leaf in self.read_leaves(prefix):
+            if name in read:
                 continue
+            prefix, _, leaf = name.rpartition(".")
             key = prefix if leaf == "weight" and prefix and prefix not in taken else name
             found[key] = self.lost[name] if name in self.lost else "{} {}".format(*self.describe(name))
         return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from terrazzo.layouts.converters.codebook import NF4 as _NF4
 from terrazzo.lowering.errors import ArgumentError
 
 BLOCK_ROWS = 64
@@ -38,6 +39,7 @@ class Codes:
         symmetric: whether a caller chooses to store no zero points.
         row_factors: whether each row has a float32 of its own, which its sums are multiplied by at last. With a scale
             for the whole row this is the scale, and there are no others.
+        signed: whether scales may be below zero.
         record_groups: groups whose scales are one record of parameters.
         lacks: dtype of scales -> exponent of two that they are stored with beside their value, which operands lack.
         outer: dtype of operands -> exponent of two beside code times scale, which the row's factor undoes.
@@ -53,6 +55,7 @@ class Codes:
     zero: int = 0
     symmetric: bool = False
     row_factors: bool = False
+    signed: bool = False
     record_groups: int = 1
     lacks: Mapping[str, int] = field(default_factory=dict, hash=False)
     outer: Mapping[str, int] = field(default_factory=dict, hash=False)
@@ -114,6 +117,11 @@ FP8 = Codes(
 )
 """e4m3 with a float32 for each row, or for each 128 k of it: no weight is rounded. 16-bit scales of 128 k are folded
 into operands of their dtype, which rounds each weight once; they are stored relative to a power of two of the row."""
+NF4 = Codes("nf4", 4, (64,), False, 64, ("float32", "bfloat16", "float16"), _NF4, row_factors=True, signed=True)
+"""A codebook with a float32 absmax for each 64 k. An operand has the float32 values of the codebook rounded once to its
+dtype, at most 2^-12 of a value in f16, 2^-9 in bf16. Scales that are 16-bit floats are folded into it, which rounds the
+product once more; they are stored relative to a power of two of the row. absmax of bitsandbytes that was quantized in
+its turn may come out below zero."""
 U4_LQQ = Codes("u4_lqq", 4, (32, 64, 128), False, 64, ("float32",), zero=8)
 """Four bits with an integer scale and offset of the group, and a float32 of the channel, whose product is int8."""
 Z4 = Codes("z4", 4, (32, 64, 128), True, 128, HALVES)
@@ -126,7 +134,7 @@ E4M3 = Codes("e4m3", 8, (128,), True, 0, ("float32",), _E4M3)
 S4 = Codes("s4", 4, (128,), False, 128, ("bfloat16",))
 """Integers -8..7, with a scale for each block of 128 channels."""
 
-WIDE: dict[str, Codes] = {one.name: one for one in (U4, MXFP4, NVFP4, U8, FP8)}
+WIDE: dict[str, Codes] = {one.name: one for one in (U4, MXFP4, NVFP4, U8, FP8, NF4)}
 """Those that become 16-bit operands."""
 
 

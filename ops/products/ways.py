@@ -92,6 +92,10 @@ WAYS: dict[str, tuple[Way, ...]] = {
         _halves("exact", FOLD, "e4m3_f16_scaled", "e4m3_bf16_scaled"),
         _halves("post", POST, "e4m3_f16_words", "e4m3_bf16_words"),
     ),
+    codes.NF4.name: (
+        _halves("exact", FOLD, "nf4_f16_scaled", "nf4_bf16_scaled"),
+        _halves("post", POST, "nf4_f16_words", "nf4_bf16_words"),
+    ),
     codes.U4_LQQ.name: (_bytes("xor", INTEGER, "u4_s8_lqq"), _bytes("unsigned", INTEGER, "u4_u8_lqq")),
     codes.Z4.name: (_bytes("e4m3", POST, "z4_e4m3"),),
     codes.MXFP4_UNITS.name: (_bytes("e2m1", POST, "e2m1_e4m3"),),

@@ -79,3 +79,15 @@ FP8 = Product(
     shaped=(3,),  # took 1 %, up to 8 %, others 4 % at most (H100)
     ran=EVERYWHERE,
 )
+NF4 = Product(
+    record="nf4",
+    codes=codes.NF4,
+    x=F16,
+    layout="nf4",
+    programs=_PROGRAMS,
+    planes=planes.RECORDS,
+    facts=_FLOATS,
+    version="terrazzo.weight_only/1",
+    conventions={"bitsandbytes": 4},
+    wheel="no model of the table's has it",
+)

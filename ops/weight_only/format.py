@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
-from terrazzo.ops.products.codes import SMALL_SCALES, Codes, get_codes
+from terrazzo.ops.products.codes import HALVES, SMALL_SCALES, Codes, get_codes
 from terrazzo.ops.products.table import of_codes
 from terrazzo.ops.products.wide import FP8
 from terrazzo.ops.weight.base import Canonical, Fields, Packed, Plain
@@ -118,14 +118,16 @@ class QuantizedWeight(Plain["PackedWeight"]):
         import torch
 
         form = self.format
+        folded = numerics != "post" and self.scale_dtype in HALVES
         table = torch.tensor(form.values, dtype=torch.float64, device=self.codes.device)
+        if (kept := self.scales.dtype if folded else dtype) is not None:
+            table = table.to(kept).double()  # exact, of values that are floats of few bits
         values = table[self.codes.long()]
         if self.factors is not None:
             scales = self.scales.view(torch.float8_e4m3fn).double()
             return values * _per_column(scales, self) * self.factors.double()[:, None]
         if form.scales != ("e8m0",):
             values = values * _per_column(self.scales, self).double()
-            folded = numerics != "post" and self.scale_dtype != "float32"
             return values.to(self.scales.dtype).double() if folded else values
         largest = largest_scales(self)
         steps = _per_column(largest - self.scales.int(), self)
@@ -230,7 +232,7 @@ class PackedWeight(WeightOnly[QuantizedWeight], of=QuantizedWeight):
         weights.check_finite("params", factors, remedy, least=0)
         most = {"e8m0": MOST_STEPS, "e4m3": small_scales.LAST}.get(self.scale_dtype)
         if most is None:
-            weights.check_finite("params", scales, remedy, least=0)
+            weights.check_finite("params", scales, remedy, least=None if self.format.signed else 0)
         elif bool((scales > most).any()):
             raise ArgumentError("params", int(scales.max()), f"must be at most {most}", remedy)
 
@@ -285,7 +287,7 @@ def _relative(scales: torch.Tensor, form: Codes) -> tuple[torch.Tensor, torch.Te
 
     if scales.dtype == torch.float32:
         return scales, torch.ones_like(scales[:, :1])
-    largest = torch.frexp(scales.float().amax(1, keepdim=True)).exponent - 1
+    largest = torch.frexp(scales.float().abs().amax(1, keepdim=True)).exponent - 1
     lacks = form.lacks.get(weights.dtype_name(scales), 0)
     stored = torch.ldexp(scales.double(), lacks - largest).to(scales.dtype)
     return stored, torch.ldexp(torch.ones_like(largest, dtype=torch.float32), largest)
@@ -347,24 +349,22 @@ def _scales(scales: torch.Tensor, n: int, k: int, group_size: int, form: Codes) 
     if not scales.dtype.is_floating_point:
         raise ArgumentError("scales", seen, "must be floats", "pass float32 scales")
     shape = tuple(scales.shape)
-    scales = (
-        scales if group_size == 128 and groups > 1 and weights.dtype_name(scales) in form.scales else scales.float()
-    )
-    if not bool(torch.isfinite(scales).all()) or bool((scales < 0).any()):
-        raise ArgumentError(
-            "scales", float(scales.min()), "must be finite and not negative", "get the checkpoint again"
-        )
-    if group_size == k and groups == 1 and scales.numel() == 1:
+    own = group_size in form.groups and (groups > 1 or not form.one_group)
+    scales = scales if own and weights.dtype_name(scales) in form.scales else scales.float()
+    if not bool(torch.isfinite(scales).all()) or (not form.signed and bool((scales < 0).any())):
+        constraint = "must be finite" + " and not negative" * (not form.signed)
+        raise ArgumentError("scales", float(scales.min()), constraint, "get the checkpoint again")
+    if form.one_group and group_size == k and scales.numel() == 1:
         return scales.reshape(1, 1).expand(n, 1).contiguous()
-    if group_size == k and groups == 1 and shape in ((n,), (n, 1)):
+    if group_size == k and shape in ((n,), (n, 1)):
         return scales.reshape(n, 1).contiguous()
     blocks = (-(-n // 128), -(-k // 128))
     if group_size == 128 and shape == blocks and shape != (n, groups):
         return scales.repeat_interleave(128, dim=0)[:n].contiguous()
     if shape == (n, groups):
         return scales.contiguous()
-    one = f"[], [{n}] or [{n}, 1]" if group_size == k else f"{list(blocks)}"
-    raise ArgumentError("scales", seen, f"must be float {one} or [{n}, {groups}]", "pass the scales of the layer")
+    one = f"[], [{n}] or [{n}, 1] or " if form.one_group and group_size == k else f"{list(blocks)} or " * form.one_group
+    raise ArgumentError("scales", seen, f"must be float {one}[{n}, {groups}]", "pass the scales of the layer")
 
 
 def _per_column(values: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:

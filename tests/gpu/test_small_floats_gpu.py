@@ -1,4 +1,4 @@
-"""MXFP4, NVFP4 and FP8 weights on the GPU: unit vectors and integers bit for bit, random data in the bound, twice."""
+"""Weights of MXFP4, NVFP4, FP8 and NF4 on the GPU: unit vectors and integers bit for bit, random data in the bound."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 from oracles import guarded
 from terrazzo.lowering.request import KernelRequest
-from terrazzo.ops import fp8, mxfp4, nvfp4
+from terrazzo.ops import fp8, mxfp4, nf4, nvfp4
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.weight_only import op, reference
 from terrazzo.ops.weight_only.format import QuantizedWeight
@@ -54,6 +54,13 @@ class Case:
                 scales, factors = scales.view(torch.float8_e4m3fn), 1e-3 * torch.rand(self.n, generator=rng) + 1e-5
             facts = dict(weight="nvfp4", group_size=16, bias=bias, factors=factors)
             made = QuantizedWeight.canonical(codes, scales.to(torch.float8_e4m3fn), **facts)
+        elif self.weight == "nf4":
+            codes = torch.randint(0, 16, (self.n, self.k), generator=rng, dtype=torch.uint8)
+            scales = 0.1 * torch.rand(self.n, groups, generator=rng) - 0.01
+            if kind == "exact":  # of rows alike: values have 11 bits and five exponents
+                scales = 2.0 ** torch.randint(-6, 3, (self.n, 1), generator=rng).expand(-1, groups)
+            scales = scales.to(getattr(torch, self.dtype)) if self.folded else scales
+            made = QuantizedWeight.canonical(codes, scales, weight="nf4", group_size=64, bias=bias)
         else:
             codes = torch.randint(0, 128, (self.n, self.k), generator=rng, dtype=torch.uint8)
             codes = codes.clamp(48, 80) if kind == "exact" else codes.clamp(max=126)
@@ -83,14 +90,16 @@ class Case:
         return "-".join(part for part in (*parts, "folded" * self.folded) if part)
 
 
-FORMS = [("mxfp4", 32), ("nvfp4", 16), ("fp8", 0), ("fp8", 128)]
+FORMS = [("mxfp4", 32), ("nvfp4", 16), ("fp8", 0), ("fp8", 128), ("nf4", 64)]
 MS = (1, 3, 8, 16, 50, 128, 300)
 CASES = [Case(*form, dtype, MS) for form in FORMS for dtype in ("bfloat16", "float16")]
-CASES += [Case("fp8", 128, dtype, MS, folded=True) for dtype in ("bfloat16", "float16")]
+CASES += [
+    Case(*form, dtype, MS, folded=True) for form in (("fp8", 128), ("nf4", 64)) for dtype in ("bfloat16", "float16")
+]
 CASES += [Case(*form, "bfloat16", (2, 16, 40, 200), n=130, k=576, target="sm_80", bias=True) for form in FORMS]
 SIZES = dict(n=256, k=512, experts=4)
 EXPERTS = [Case(*form, "bfloat16", (40,), **SIZES, target=at) for form in FORMS for at in (None, "sm_80")]
-GEMMS = {"mxfp4": mxfp4.gemm, "nvfp4": nvfp4.gemm, "fp8": fp8.gemm}
+GEMMS = {"mxfp4": mxfp4.gemm, "nvfp4": nvfp4.gemm, "fp8": fp8.gemm, "nf4": nf4.gemm}
 
 
 def launched(case: Case, x, w, **more):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from fractions import Fraction
+from statistics import NormalDist
 
 import numpy as np
 
@@ -17,6 +18,8 @@ def decode(storage: str, code: int) -> float:
         return float(code - (1 << bits) if code >> (bits - 1) else code)
     if kind == "z":
         return float(-(code + 1) // 2 if code & 1 else code // 2)
+    if storage == "nf4":
+        return nf4()[code]
     exponent_bits, mantissa_bits, bias = {"e4m3": (4, 3, 7), "e2m1": (2, 1, 1)}[storage]
     mantissa = code & ((1 << mantissa_bits) - 1)
     exponent = code >> mantissa_bits & ((1 << exponent_bits) - 1)
@@ -24,6 +27,23 @@ def decode(storage: str, code: int) -> float:
     if exponent == 0:
         return sign * mantissa * 2.0 ** (1 - bias - mantissa_bits)
     return sign * (1 + mantissa / (1 << mantissa_bits)) * 2.0 ** (exponent - bias)
+
+
+def nf4() -> list[float]:
+    """Quantiles of a normal distribution, seven below zero and eight above, as bitsandbytes' create_normal_map has
+    them: those of evenly spaced probabilities up to 0.9677083, over the largest."""
+    quantile, last = NormalDist().inv_cdf, 0.9677083
+    above = [quantile(last + (0.5 - last) * i / 8) for i in range(8)]
+    below = [-quantile(last + (0.5 - last) * i / 7) for i in range(7)]
+    return [value / above[0] for value in sorted([*above, *below, 0.0])]
+
+
+def rounded(values: np.ndarray, operand: str) -> np.ndarray:
+    """Nearest-even f16 or bf16; others as they are."""
+    kept = {"float16": (11, -24), "bfloat16": (8, -133)}.get(operand)
+    if kept is None:
+        return values
+    return np.array([float(round_to(Fraction(value), *kept)) for value in values])
 
 
 def table(storage: str, bits: int) -> np.ndarray:

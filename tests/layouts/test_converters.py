@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from terrazzo.layouts import CONVERTERS, get_converter
-from terrazzo.layouts.converters import arith
+from terrazzo.layouts.converters import arith, codebook
 from terrazzo.lowering.errors import LayoutError
 
 PLAIN = [c for c in CONVERTERS.values() if not c.params]
@@ -19,13 +19,16 @@ def test_words_are_exhaustive_in_both_halves():
     assert len(set(WORDS & 0xFFFF)) == len(set(WORDS >> 16)) == 1 << 16
 
 
-STORAGES = ("u2", "u4", "s4", "z4", "u8", "s8", "e4m3", "e2m1")
+STORAGES = ("u2", "u4", "s4", "z4", "u8", "s8", "e4m3", "e2m1", "nf4")
 
 
 @pytest.mark.parametrize("name", [c.name for c in PLAIN if c.storage in STORAGES])
 def test_plain_converter_gives_the_stored_values(name):
     c = get_converter(name)
-    value = layout_oracle.table(c.storage, c.storage_bits)[layout_oracle.fields(WORDS, c.storage_bits)]
+    value = layout_oracle.table(c.storage, c.storage_bits)
+    value = (layout_oracle.rounded(value, c.operand) if c.storage == "nf4" else value)[
+        layout_oracle.fields(WORDS, c.storage_bits)
+    ]
     code = layout_oracle.fields(WORDS, c.storage_bits)
     got = arith.elements(c.emulate(c.stored(WORDS)), c.operand)
     for o in range(c.outputs):
@@ -41,9 +44,12 @@ def test_plain_converter_gives_the_stored_values(name):
 def test_scaled_operands_are_the_stored_values_times_the_scale_of_their_row(name):
     """Scales are powers of two, in words with what the operand's exponent has more than the code's."""
     c = get_converter(name)
-    value = layout_oracle.table(c.storage, c.storage_bits)[layout_oracle.fields(WORDS, c.storage_bits)]
+    value = layout_oracle.table(c.storage, c.storage_bits)
+    value = (layout_oracle.rounded(value, c.operand) if c.storage == "nf4" else value)[
+        layout_oracle.fields(WORDS, c.storage_bits)
+    ]
     code = layout_oracle.fields(WORDS, c.storage_bits)
-    more = {"e2m1": (14, 126), "e4m3": (0, 120), "u8": (0, 0)}[c.storage]
+    more = {"e2m1": (14, 126), "e4m3": (0, 120), "u8": (0, 0), "nf4": (0, 0)}[c.storage]
     encode, lacks = (arith.half, 2.0 ** more[0]) if c.operand == "float16" else (arith.brain, 2.0 ** more[1])
     scales = [np.uint32(arith.pair(encode(lacks * s))) for s in (0.5, 0.125)]
     got = arith.elements(c.emulate(c.stored(WORDS), *scales), c.operand)
@@ -52,6 +58,25 @@ def test_scaled_operands_are_the_stored_values_times_the_scale_of_their_row(name
             same = got[:, o, e] == (value[:, c.pos(o, e)] + c.bias[o]) * (0.5, 0.125)[o % 2] * 2.0 ** c.scale_exp2[o]
             same |= (c.storage == "e4m3") & (code[:, c.pos(o, e)] & 0x7F == 0x7F)  # NaN
             assert same.all(), (o, e)
+
+
+def test_nf4_is_made_of_quantiles():
+    assert np.abs(np.array(codebook.NF4) - layout_oracle.nf4()).max() < 2e-7
+
+
+@pytest.mark.parametrize("short", ["bf16", "f16"])
+def test_a_product_with_a_scale_is_rounded_once(short):
+    c, rng = get_converter(f"nf4_{short}_scaled"), np.random.default_rng(0)
+    scale = np.float64(rng.uniform(0.5, 2, len(WORDS)).astype(np.float16 if short == "f16" else np.float32))
+    bits = arith.to_f16(scale) if short == "f16" else arith.to_bf16(scale)
+    word = bits.astype(np.uint32) * np.uint32(0x10001)
+    kept = arith.elements(word, c.operand)[..., 0]
+    got = arith.elements(c.emulate(c.stored(WORDS), word, word), c.operand)
+    table = layout_oracle.rounded(layout_oracle.table("nf4", 4), c.operand)
+    for o in range(4):
+        product = table[layout_oracle.fields(WORDS, 4)[:, c.pos(o, 1)]] * kept
+        near = arith.to_f16(product) if short == "f16" else arith.to_bf16(product)
+        assert (arith.elements(near.astype(np.uint32), c.operand)[..., 0] == got[:, o, 1]).all()
 
 
 @pytest.mark.parametrize("short", ["bf16", "f16"])

@@ -81,9 +81,7 @@ def test_instance_proof_and_its_meaning(name):
 
 
 def test_the_instances_and_their_blocks():
-    assert (
-        len(INSTANCES) == 19
-    )  # eleven of specs.md B.1, W4A16 in another order, W4A8's for e4m3, and six of other formats
+    assert len(INSTANCES) == 20  # eleven of specs.md B.1, W4A16 in another order, W4A8's for e4m3, seven more formats
     assert get_instance("w4a8_fp8").identity == get_instance("w4a8_wgmma").identity  # e4m3 k32 lies as s8 k32
     layout = get_instance("w4a16_wgmma")
     assert (layout.block_rows, layout.block_k, layout.threads, layout.words_per_block) == (64, 64, 128, 512)

@@ -21,7 +21,16 @@ from terrazzo.ops.weight_only import byte_integers  # noqa: E402
 from terrazzo.ops.weight_only import integers as w4a16_format  # noqa: E402
 from terrazzo.ops.weight_only.format import PackedWeight as small_floats  # noqa: E402
 
-from tests.ops.checkpoints.checkpoint_folders import AUTO_ROUND, AWQ, DYNAMIC, GPTQ, compressed, stored, words  # noqa: E402
+from tests.ops.checkpoints.checkpoint_folders import (  # noqa: E402
+    AUTO_ROUND,
+    AWQ,
+    BITSANDBYTES,
+    DYNAMIC,
+    GPTQ,
+    compressed,
+    stored,
+    words,
+)
 
 G, TOKENS = 64, torch.arange(3, 14)[None]
 SIZES = dict(
@@ -53,6 +62,7 @@ KINDS: dict[str, tuple[dict[str, Any], type]] = {
         small_floats,
     ),
     "nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}, small_floats),
+    "bitsandbytes": (BITSANDBYTES, small_floats),
 }
 """Convention -> (quantization_config, class of the packed weights)."""
 QUICK = ("awq", "gptq_act_order", "auto_round_sym", "qserve", "mxfp4", "nvfp4")
@@ -138,6 +148,8 @@ def layer(kind: str, seed: int, n: int, k: int) -> tuple[dict[str, torch.Tensor]
     for name in ("scales", "weight_scale"):
         if name in made:
             made[name] = (made[name].float() * SHRINK).half()
+    if kind == "bitsandbytes":
+        made["weight.absmax"] *= SHRINK
     if kind == "gptq_act_order":  # of one K, one order, as layers of one input have
         order = torch.randperm(k, generator=torch.Generator().manual_seed(k))
         codes = (made["qweight"].T.long()[..., None] >> 4 * torch.arange(8)).flatten(1) & 15
@@ -276,7 +288,7 @@ def test_a_quantized_embedding_is_dequantized(tmp_path, kind):
     [
         ({"quant_method": "mxfp4"}, "format = 'mxfp4': the tensors of .* are awq"),
         ({"quant_method": "hqq"}, "quant_method = 'hqq'"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method = 'bitsandbytes'"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bnb_4bit_quant_type = 'fp4'"),
     ],
 )  # fmt: skip
 def test_methods_that_no_operator_reads_are_refused_by_name(tmp_path, stated, says):

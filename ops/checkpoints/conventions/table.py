@@ -5,6 +5,7 @@ from __future__ import annotations
 from terrazzo.ops.checkpoints.conventions import (
     auto_round,
     awq,
+    bitsandbytes,
     compressed_tensors,
     fp8,
     gptq,
@@ -16,7 +17,7 @@ from terrazzo.ops.checkpoints.conventions import (
 )
 from terrazzo.ops.checkpoints.conventions.base import Convention, Method
 
-_ALL = (awq, gptq, compressed_tensors, int_quantized, qserve, auto_round, modelopt, fp8, nvfp4, mxfp4)
+_ALL = (awq, gptq, compressed_tensors, int_quantized, qserve, auto_round, modelopt, fp8, nvfp4, mxfp4, bitsandbytes)
 CONVENTIONS: dict[str, Convention] = {it.CONVENTION.name: it.CONVENTION for it in _ALL if hasattr(it, "CONVENTION")}
 METHODS: dict[str, Method] = {it.METHOD.name: it.METHOD for it in _ALL if hasattr(it, "METHOD")}
 ALIASES = {alias: one.name for one in METHODS.values() for alias in (one.name, *one.aliases)}

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from terrazzo.ops import w4a8, w4a16
+from terrazzo.layouts.converters import codebook
+from terrazzo.ops import nf4, w4a8, w4a16
 from terrazzo.ops.w4a8 import fp8
 
 N, K, G = 64, 256, 128
 LAYER = "model.layers.0.mlp.down_proj"
+NF4 = torch.tensor(codebook.NF4)
 
 
 def words(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
@@ -47,6 +49,12 @@ def stored(convention: str, seed: int = 0, n: int = N, k: int = K, group: int = 
         made |= {"weight_zero_point": along_k(zeros.T)} if convention == "pack_asym" else {}
     elif convention == "int":
         made = {"weight": (codes - 8).to(torch.int8), "weight_scale": scales}
+    elif convention == "bitsandbytes":
+        state = json.dumps({"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [n, k]}).encode()
+        absmax, pairs = torch.rand(n * k // 64, generator=rng) + 0.5, codes.to(torch.uint8).view(-1, 2)
+        made = {"weight": pairs[:, :1] << 4 | pairs[:, 1:], "weight.absmax": absmax, "weight.quant_map": NF4}
+        made["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(state), dtype=torch.uint8)
+        weight = (NF4.double()[codes].view(-1, 64) * absmax.double()[:, None]).view(n, k)
     else:
         raise KeyError(convention)
     return {leaf: t.contiguous().clone() for leaf, t in made.items()}, weight
@@ -84,6 +92,13 @@ AUTO_ROUND = {
     "data_type": "int", "autoround_version": "0.9.0", "block_name_to_quantize": "model.layers", "iters": 200,
     "extra_config": {"lm_head": {"bits": 16}},
 }  # fmt: skip
+BITSANDBYTES = {
+    "_load_in_4bit": True, "_load_in_8bit": False, "bnb_4bit_compute_dtype": "bfloat16",
+    "bnb_4bit_quant_storage": "uint8", "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": False,
+    "llm_int8_enable_fp32_cpu_offload": False, "llm_int8_has_fp16_weight": False, "llm_int8_skip_modules": None,
+    "llm_int8_threshold": 6.0, "load_in_4bit": True, "load_in_8bit": False, "quant_method": "bitsandbytes",
+}  # fmt: skip
+"""As transformers 5 writes a BitsAndBytesConfig."""
 KINDS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "awq": ("awq", AWQ, w4a16),
     "gptq": ("gptq", GPTQ, w4a16),
@@ -94,6 +109,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "pack_asym": ("pack_asym", compressed(symmetric=False), w4a16),
     "w4a8_int": ("int", compressed(DYNAMIC) | {"format": "int-quantized"}, w4a8),
     "w4a8_pack": ("w4a8_pack", compressed(DYNAMIC), w4a8),
+    "bitsandbytes": ("bitsandbytes", BITSANDBYTES, nf4),
     "fp8": ("pack", compressed(DYNAMIC | {"type": "float"}), fp8),
 }
 """Name -> (convention of `stored`, quantization_config, family that reads it)."""

@@ -38,11 +38,11 @@ def test_products_read_every_convention_and_no_other():
 def test_tensors_of_a_convention_have_axes_that_a_rank_can_cut(name):
     one = CONVENTIONS[name]
     codes = [leaf for leaf in one.leaves if leaf.name in one.codes]
-    assert codes and all(leaf.n is not None and not leaf.optional for leaf in codes)
+    assert codes and all((leaf.n is not None or leaf.k is None) and not leaf.optional for leaf in codes)
     assert all(one in BY_CODES[leaf] for leaf in one.codes)
     assert all(leaf.instead == "" or one.leaf(leaf.instead).instead == leaf.name for leaf in one.leaves)
-    if one.rows > 1:
-        return  # blocks of several rows: read whole
+    if one.rows > 1 or one.leaves[0].n is None:
+        return  # blocks of several rows, or all in one row: read whole
     assert all(leaf.k is not None for leaf in codes) and (one.group or one.scales.k[1] == GROUP)
     for leaf in one.leaves:
         axes = [place[0] for place in (leaf.n, leaf.k) if place is not None]

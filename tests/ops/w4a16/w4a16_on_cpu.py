@@ -57,6 +57,14 @@ static void tz_lds64(void *out, const void *p) { memcpy(out, p, 8); }
 static unsigned half_twice(unsigned a, int half) { return (a >> 16 * half & 0xffff) * 0x10001u; }
 static void tz_prefetch_line(const void *) {}
 static unsigned tz_lds16_at(const void *p, int i) { return ((const uint16_t *)p)[i]; }
+static unsigned permuted(unsigned a, unsigned b, unsigned s) {
+  unsigned r = 0;
+  for (int i = 0; i < 4; ++i) {
+    unsigned byte = __byte_perm(a, b, s >> 4 * i & 7) & 255;
+    r |= (s >> 4 * i & 8 ? (byte & 128 ? 255 : 0) : byte) << 8 * i;
+  }
+  return r;
+}
 static unsigned sub2(unsigned a, unsigned b) { return fma2<false>(b, 0xbc00bc00u, a); }
 static unsigned mul2(unsigned a, unsigned b) { return fma2<false>(a, b, 0x80008000u); }
 static void tz_addcg4(void *r, const void *p) { for (int i = 0; i < 4; ++i) ((float *)r)[i] += ((const float *)p)[i]; }
@@ -76,6 +84,8 @@ def on_cpu(name: str) -> str:
     text = re.sub(lop3.replace("0xea", "0x6a"), r"\1 = (\2) & \3 ^ \4;", text)
     two = rf'asm\("(sub|mul)\.rn\.f16x2[^"]*" : "=r"\(([^)]*)\) : {register}, {register}\);'
     text = re.sub(two, r"\2 = \g<1>2(\3, \4);", text)
+    permute = r'asm\("prmt[^"]*" : "=r"\((\w+)\) : "r"\((\w+)\), "r"\((\w+)\), "r"\((\w+)\)\);'
+    text = re.sub(permute, r"\1 = permuted(\2, \3, \4);", text)
     three = rf'asm\("fma\.rn\.(b?)f16x2[^"]*" : "=r"\(([^)]*)\) : {register}, {register}, {register}\);'
     text = re.sub(three, lambda at: f"{at[2]} = fma2<{'true' if at[1] else 'false'}>({at[3]}, {at[4]}, {at[5]});", text)
     given = f"{register}, {register}, {register}"

@@ -1,4 +1,4 @@
-"""MXFP4, NVFP4 and FP8 weights through all programs on the CPU: integers and powers of two come out bit for bit."""
+"""MXFP4, NVFP4, FP8 and NF4 weights through all programs on the CPU: sums that need no rounding have their bits."""
 
 from __future__ import annotations
 
@@ -66,9 +66,16 @@ CASES = {  # program, schedule, target, M, format, group (negative: scales in x'
     "fp8 folded blocks small_batch f16": (small_batch, FEW, "sm_90a", 4, "fp8", -128, "float16"),
     "fp8 folded blocks multistage bf16": (multistage, Multistage(32, 4, 2, 3), "sm_89", 20, "fp8", -128, "bfloat16"),
     "fp8 rows multistage bf16": (multistage, Multistage(32, 4, 2, 3), "sm_80", 20, "fp8", K, "bfloat16"),
+    "nf4 stream_k bf16": (stream_k, TALL, "sm_90a", 20, "nf4", 64, "bfloat16"),
+    "nf4 small_batch f16, k shared": (small_batch, SPLIT, "sm_80", 3, "nf4", 64, "float16"),
+    "nf4 multistage f16": (multistage, Multistage(32, 4, 2, 3), "sm_89", 20, "nf4", 64, "float16"),
+    "nf4 folded small_batch bf16": (small_batch, FEW, "sm_90a", 4, "nf4", -64, "bfloat16"),
+    "nf4 folded stream_k f16": (stream_k, WIDE, "sm_90a", 20, "nf4", -64, "float16"),
+    "nf4 folded multistage bf16": (multistage, Multistage(32, 4, 2, 3), "sm_80", 20, "nf4", -64, "bfloat16"),
     "fp8 blocks multistage f16": (multistage, Multistage(32, 4, 2, 3), "sm_89", 20, "fp8", 128, "float16"),
 }
-QUICK = ("mxfp4 multistage f16", "nvfp4 stream_k bf16", "fp8 rows small_batch bf16", "fp8 blocks stream_k bf16")
+QUICK = ("mxfp4 multistage f16", "nvfp4 stream_k bf16", "fp8 rows small_batch bf16", "fp8 blocks stream_k bf16",
+         "nf4 stream_k bf16", "nf4 small_batch f16, k shared", "nf4 folded multistage bf16")  # fmt: skip
 """Each format and each program; w4a16's cases have the other pairs' programs."""
 
 
@@ -96,6 +103,11 @@ def made(
         factors = 2.0 ** torch.randint(-far // 4, far // 4, (N,), generator=rng)
         facts = dict(weight=weight, group_size=16, bias=bias, factors=factors)
         return QuantizedWeight.canonical(codes, scales.to(torch.float8_e4m3fn), **facts)
+    if weight == "nf4":
+        codes = torch.randint(0, 16, (N, K), generator=rng, dtype=torch.uint8)
+        scales = 2.0 ** torch.randint(-far // 4, far // 4, (N, 1), generator=rng).expand(N, -(-K // group)) * 1
+        scales[::7] *= -1
+        return QuantizedWeight.canonical(codes, scales.to(dtype), weight=weight, group_size=group, bias=bias)
     codes = torch.randint(0, 128, (N, K), generator=rng, dtype=torch.uint8).clamp(48, 95) * 1
     codes |= torch.randint(0, 2, (N, K), generator=rng, dtype=torch.uint8) << 7
     codes[0], codes[1] = torch.arange(K) % 127, (torch.arange(K) % 127) + 128
@@ -126,7 +138,7 @@ def test_integers_come_out_exactly(name, tmp_path):
         else getattr(run, program.__name__.rpartition(".")[2])(x, packed)
     )
     expected = reference.gemm(x, w, numerics)
-    if weight in ("mxfp4", "nvfp4") or group == K:
+    if weight in ("mxfp4", "nvfp4", "nf4") or group == K:
         assert torch.equal(y[:, 2:], expected.to(y.dtype)[:, 2:]), "no sum rounds"
     bound = reference.forward_error_bound(x, w, numerics)
     assert bool(((y.double() - expected).abs() <= bound).all())
@@ -137,7 +149,8 @@ def test_integers_come_out_exactly(name, tmp_path):
 
 
 STAND_INS = ("mxfp4 small_batch bf16", "mxfp4 stream_k bf16", "nvfp4 stream_k bf16", "nvfp4 small_batch bf16",
-             "fp8 rows small_batch bf16", "fp8 rows stream_k f16", "fp8 blocks stream_k bf16")  # fmt: skip
+             "fp8 rows small_batch bf16", "fp8 rows stream_k f16", "fp8 blocks stream_k bf16",
+             "nf4 stream_k bf16")  # fmt: skip
 
 
 @pytest.mark.slow
@@ -177,7 +190,7 @@ def check_every_scale(run: Program, program, m: int, bias: torch.Tensor) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [stream_k, multistage], ids=["wgmma", "mma"])
-@pytest.mark.parametrize("weight, group", [("mxfp4", 32), ("nvfp4", 16), ("fp8", K), ("fp8", 128)])
+@pytest.mark.parametrize("weight, group", [("mxfp4", 32), ("nvfp4", 16), ("fp8", K), ("fp8", 128), ("nf4", 64)])
 def test_experts_of_which_one_has_no_tokens(weight, group, program, tmp_path):
     experts = [made(weight, group, seed, None) for seed in range(3)]
     schedule, target = (WIDE, "sm_90a") if program is stream_k else (Multistage(32, 4, 2, 3), "sm_80")
