@@ -8,6 +8,7 @@ import w4a16_on_cpu
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.linear import multistage, small_batch, stream_k
+from terrazzo.ops.products.codes import SMALL_SCALES, get_codes
 from terrazzo.ops.products.ways import choose_way
 from terrazzo.ops.weight_only import reference
 from terrazzo.ops.weight_only.format import QuantizedWeight
@@ -90,10 +91,11 @@ def made(
     """A weight whose products with small integers add up exactly in float32, of many codes. far: how far the rows of
     MXFP4 lie apart, in powers of two."""
     rng = torch.Generator().manual_seed(seed)
-    if weight == "mxfp4":
+    if get_codes(weight).scales == ("e8m0",):
         codes = torch.randint(0, 16, (N, K), generator=rng, dtype=torch.uint8)
-        scales = torch.randint(120, 124, (N, 9), generator=rng) + torch.randint(-far, far, (N, 1), generator=rng)
-        return QuantizedWeight.canonical(codes, scales.to(torch.uint8), weight=weight, group_size=32, bias=bias)
+        scales = torch.randint(120, 124, (N, -(-K // group)), generator=rng)
+        scales = scales + torch.randint(-far, far, (N, 1), generator=rng)
+        return QuantizedWeight.canonical(codes, scales.to(torch.uint8), weight=weight, group_size=group, bias=bias)
     if weight == "nvfp4":
         codes = torch.randint(0, 16, (N, K), generator=rng, dtype=torch.uint8)
         scales = 2.0 ** torch.randint(-4, 3, (N, K // 16), generator=rng) * (
@@ -117,7 +119,8 @@ def made(
 
 def spec_of(case, bias: bool) -> Spec:
     *_, weight, group, dtype = case
-    scale = {"mxfp4": "e8m0", "nvfp4": "e4m3"}.get(weight) or ("float32" if group > 0 else dtype)
+    own = get_codes(weight).scales[0]
+    scale = own if own in SMALL_SCALES else "float32" if group > 0 else dtype
     return Spec(N, K, -1 if group == K else abs(group), True, dtype, scale, bias)
 
 
