@@ -2,6 +2,7 @@
 
     python -m benchmarks.attention                     every shape and format; writes results/attention_<gpu>.json
     python -m benchmarks.attention --quick             three shapes, four formats, not written unless --out
+    python -m benchmarks.attention --held-out          caches of other models; results/attention_held_out_<gpu>.json
     python -m benchmarks.attention --formats int4_hadamard/int4 --residual 64
     python -m benchmarks.attention --formats int4/int4 --shapes 8x32/8x32k --schedules 16,2,3,1;4,2,3,4
 
@@ -20,13 +21,14 @@ from typing import Any
 
 from terrazzo.autotune import attention_bench
 from terrazzo.autotune.attention_bench import Shape, random_cache
-from terrazzo.lowering.errors import TerrazzoError
 
 from benchmarks import program, report
-from benchmarks.peers.attention import PEERS, check
+from benchmarks.peers.attention import PEERS, times
 
 DEVICE = "cuda"
 SHAPES = ("1x32/8x4k", "1x32/8x32k", "1x32/8x128k", "8x32/8x32k", "64x32/8x4k", "1x32/32x32k", "8x32/32x4k")
+HELD_OUT = ("24x28/4x3k", "80x28/4x2560", "3x40/8x48k", "1x28/4x20k", "16x64/8x6k", "12x12/2x10k", "48x24/8x1536")
+"""Of models and lengths that no schedule was chosen on: Qwen2.5 7B, 14B, 72B and 1.5B, Llama 3.2 3B."""
 FORMATS = (
     "float16/float16", "int8/int8", "int4/int4", "int4_channel128/int4", "int2_channel128/int2", "fp8/fp8", "int8/int4",
 )  # fmt: skip
@@ -35,6 +37,23 @@ QUICK_SHAPES = ("8x32/8x32k", "64x32/8x4k", "1x32/8x128k")
 QUICK_FORMATS = FORMATS[:4]
 WITHOUT = ("float16", "bfloat16")
 """Keys that have nothing to keep in f16, whatever --residual says."""
+
+
+def facts_of(op: str, formats: tuple[str, str], shape: Shape, head_dim: int, page: int, **more: Any) -> dict[str, Any]:
+    """What every row of attention says of its case, before it is timed."""
+    return {
+        "op": op, "k_format": formats[0], "v_format": formats[1], "batch": shape.batch, "q_heads": shape.heads,
+        "kv_heads": shape.kv_heads, "head_dim": head_dim, "kv_len": shape.tokens, "page": page, "us": None, **more,
+    }  # fmt: skip
+
+
+def copies_of(cache: Any, nbytes: int) -> list[Any]:
+    """The cache, and as many more as keep what a call reads out of L2."""
+    from terrazzo.autotune import measure
+    from terrazzo.ops.attention.cache import launch
+
+    more = measure.copies_beyond_l2(nbytes, launch.detect().l2_bytes) - 1
+    return [cache, *(replace(cache, pages=cache.pages.clone()) for _ in range(more))]
 
 
 def described(made: dict[str, Any]) -> str:
@@ -46,6 +65,7 @@ def described(made: dict[str, Any]) -> str:
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = program.parser("attention", __doc__, 15.0, "quick", "no-peers", "compile-only")
     parser.add_argument("--shapes", help="comma-separated, as 8x32/8x32k")
+    parser.add_argument("--held-out", action="store_true", help="caches that no schedule was chosen on")
     parser.add_argument("--formats", help="comma-separated, keys/values")
     parser.add_argument("--q-len", default="1,4", help="comma-separated numbers of new tokens")
     parser.add_argument("--head-dim", type=int, default=128)
@@ -58,7 +78,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--residual", type=int, help="newest tokens in f16. Default: what a KVCache of the keys has")
     parser.add_argument("--splits", help="comma-separated numbers of splits to try")
     o = parser.parse_args(argv)
-    o.shapes = [Shape.parse(s) for s in (o.shapes.split(",") if o.shapes else QUICK_SHAPES if o.quick else SHAPES)]
+    usual = HELD_OUT if o.held_out else QUICK_SHAPES if o.quick else SHAPES
+    o.shapes = [Shape.parse(s) for s in (o.shapes.split(",") if o.shapes else usual)]
     o.formats = program.formats(o.formats or (QUICK_FORMATS if o.quick else FORMATS))
     o.q_len, o.pages = program.numbers(o.q_len), program.numbers(o.pages)
     o.schedules = [tuple(map(int, s.split(","))) for s in o.schedules.split(";")] if o.schedules else [None]
@@ -82,9 +103,7 @@ def ours(
         cache.block_table.copy_(torch.arange(cache.block_table.numel()).view_as(cache.block_table))
     nbytes = read_bytes(cache)
     target = launch.detect()
-    copies = [cache] + [
-        replace(cache, pages=cache.pages.clone()) for _ in range(measure.copies_beyond_l2(nbytes, target.l2_bytes) - 1)
-    ]
+    copies = copies_of(cache, nbytes)
     rows = []
     for q_len in o.q_len:
         q = torch.randn(shape.batch, q_len, shape.heads, o.head_dim, device=DEVICE).half()
@@ -99,29 +118,22 @@ def ours(
                     target=target, schedule=given, splits=splits or 0,
                 )  # fmt: skip
                 made = dict(plan.request.params)
-                row = {
-                    "op": "attention_decode", "k_format": formats[0], "v_format": formats[1], "batch": shape.batch,
-                    "q_heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": o.head_dim, "q_len": q_len,
-                    "kv_len": shape.tokens, "page": page, "residual": cache.residual_tokens,
-                    "sink_tokens": cache.layout.sink_tokens, "in_order": o.pages_in_order, "us": None,
-                    "spread": None, "bytes": nbytes,
-                    "schedule": described(made) + f" splits {plan.splits} "
-                    f"parts {made['parts']} cluster {plan.cluster}",
-                }  # fmt: skip
+                row = facts_of(
+                    "attention_decode", formats, shape, o.head_dim, page, q_len=q_len, residual=cache.residual_tokens,
+                    sink_tokens=cache.layout.sink_tokens, in_order=o.pages_in_order, spread=None, bytes=nbytes,
+                    schedule=f"{described(made)} splits {plan.splits} parts {made['parts']} cluster {plan.cluster}",
+                )  # fmt: skip
                 rows.append(row)
                 exact = attention_bench.expected(q, cache) if exact is None else exact
                 y = measure.poisoned(q.shape, q.dtype, DEVICE)
                 options = dict(splits=splits, schedule=given)
-                try:
+                with program.failing(row):
                     entry.decode(q, cache, out=y, **options)
                     row |= {"failure": why} if (why := attention_bench.wrong(y, exact)) else {}
                     if not why:
                         calls = [partial(entry.decode, q, c, out=y, **options) for c in copies]
-                        timing = measure.time_calls(calls, o.budget_ms)
-                        row |= {"us": round(timing.us, 2), "spread": round(timing.spread, 4)}
+                        row |= program.timed(timing := measure.time_calls(calls, o.budget_ms))
                         row["copy_share"] = round(nbytes / timing.us / 1e3 / copy_gb_s, 4)
-                except TerrazzoError as error:
-                    row["failure"] = " ".join(str(error).split())[:300]
                 show(row)
     return rows
 
@@ -148,20 +160,7 @@ def peers(o: argparse.Namespace, shape: Shape) -> dict[str, float]:
     copies = [(k, v), *((k.clone(), v.clone()) for _ in range(number - 1))]
     for q_len in o.q_len:
         q = torch.randn(shape.batch, q_len, shape.heads, o.head_dim, device=DEVICE, dtype=torch.float16)
-        exact = None
-        for peer in PEERS:
-            if peer.missing():
-                continue
-            name = peer.name + (f" q{q_len}" if q_len > 1 else "")
-            try:
-                calls = [peer.load(q, *copy) for copy in copies]
-                y = calls[0]()
-                if exact is None:
-                    exact = expected(q, k, v)
-                check(peer, y.reshape(q.shape)[0, :, 0], exact)
-                found[name] = round(measure.time_calls(calls, o.budget_ms).us, 2)
-            except Exception as error:  # another package's error of any kind costs its column, not the run
-                print(f"peer {name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
+        found |= times(q, copies, expected(q, k, v), o.budget_ms, f" q{q_len}" if q_len > 1 else "")
     print(f"{shape!s:14} " + "  ".join(f"{n} {us}" for n, us in found.items()), flush=True)
     return found
 
@@ -233,7 +232,9 @@ def rows_of(o: argparse.Namespace, result: dict[str, Any]) -> Iterator[list[dict
 def run(o: argparse.Namespace) -> int:
     from terrazzo.ops.attention.cache import launch
 
-    return program.run("attention", o, launch.detect(), rows_of, requests_of(o), PEERS)
+    return program.run(
+        "attention_held_out" if o.held_out else "attention", o, launch.detect(), rows_of, requests_of(o), PEERS
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

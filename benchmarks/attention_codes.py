@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from terrazzo.autotune import attention_bench
 from terrazzo.autotune.attention_bench import Shape
-from terrazzo.lowering.errors import TerrazzoError
 from terrazzo.ops.attention import entry
 from terrazzo.ops.attention.cache import launch
 from terrazzo.ops.attention.decoding import codes, op
 
 from benchmarks import program, report
+from benchmarks.attention import copies_of, facts_of
 
 DEVICE = "cuda"
 CACHES = (
@@ -58,26 +57,19 @@ def quantizer(quant: str) -> Any:
 def rows_of(o: argparse.Namespace, shape: Shape) -> list[dict[str, Any]]:
     """Rows of one cache, for each q_len and form of codes."""
     import torch
-    from terrazzo.autotune import measure
 
     cache = attention_bench.random_cache(*o.formats, shape, o.head_dim, PAGE)
-    count = measure.copies_beyond_l2(4 * cache.pages.numel(), launch.detect().l2_bytes)
-    caches = [cache, *(replace(cache, pages=cache.pages.clone()) for _ in range(count - 1))]
+    caches = copies_of(cache, 4 * cache.pages.numel())
     made = []
     for q_len in o.q_len:
         q = torch.randn(shape.batch, q_len, shape.heads, o.head_dim, device=DEVICE).half()
         exact = attention_bench.expected(q, cache)
         for quant in o.quants:
-            row = {
-                "op": "attention_codes", "k_format": o.formats[0], "v_format": o.formats[1], "batch": shape.batch,
-                "q_heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": o.head_dim, "q_len": q_len,
-                "kv_len": shape.tokens, "page": PAGE, "quant": quant, "us": None, "plain": None, "behind": None,
-            }  # fmt: skip
+            more = dict(q_len=q_len, quant=quant, plain=None, behind=None)
+            row = facts_of("attention_codes", o.formats, shape, o.head_dim, PAGE, **more)
             made.append(row)
-            try:
+            with program.failing(row):
                 row |= timed(o, q, caches, quant, exact)
-            except TerrazzoError as error:
-                row["failure"] = " ".join(str(error).split())[:300]
             show(shape, row)
     return made
 
@@ -110,7 +102,7 @@ def timed(o: argparse.Namespace, q: Any, caches: list[Any], quant: str, exact: l
     if failed:
         raise failed[0]
     made = {name: round(t.us, 2) for name, t in times.items()}
-    return made | {"spread": round(times["us"].spread, 4)}
+    return made | program.timed(times["us"])
 
 
 def show(shape: Shape, row: dict[str, Any]) -> None:

@@ -21,11 +21,11 @@ from functools import partial
 from typing import Any
 
 from terrazzo.autotune.attention_bench import Shape, random_cache
-from terrazzo.lowering.errors import ArgumentError, TerrazzoError
+from terrazzo.lowering.errors import ArgumentError
 
 from benchmarks import program, report
-from benchmarks.attention import expected
-from benchmarks.peers.attention import PEERS, check
+from benchmarks.attention import expected, facts_of
+from benchmarks.peers.attention import PEERS, times
 
 DEVICE = "cuda"
 SHAPES = (
@@ -146,25 +146,19 @@ def ours(o: argparse.Namespace, prompt: Prompt, formats: tuple[str, str]) -> lis
         given = dict(zip("kv", kv)) if mode == "fresh" else {}
         exact = exact_rows(q, cache, tuple(kv) if given else None, prompt)
         for wanted, splits in itertools.product(o.schedules, o.splits):
-            row = {
-                "op": "attention_prefill", "k_format": formats[0], "v_format": formats[1], "batch": shape.batch,
-                "q_heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": o.head_dim, "new": prompt.new,
-                "kv_len": shape.tokens, "page": o.page, "mode": mode, "schedule": wanted, "splits": splits, "us": None,
-            }  # fmt: skip
+            more = dict(new=prompt.new, mode=mode, schedule=wanted, splits=splits)
+            row = facts_of("attention_prefill", formats, shape, o.head_dim, o.page, **more)
             rows.append(row)
             y = measure.poisoned(q.shape, q.dtype, DEVICE)
-            try:
+            with program.failing(row):
                 parts = {} if splits is None else {"splits": splits}
                 call = partial(prefill, q, cache, cu, prompt.new, out=y, schedule=schedule_of(wanted), **parts, **given)
                 call()
                 why = wrong(y, exact)
                 row |= {"failure": why} if why else {}
                 if not why:
-                    timing = measure.time_calls([call], o.budget_ms)
-                    row |= {"us": round(timing.us, 2), "spread": round(timing.spread, 4)}
+                    row |= program.timed(timing := measure.time_calls([call], o.budget_ms))
                     row["tflops"] = round(prompt.flops(o.head_dim) / timing.us / 1e6, 1)
-            except TerrazzoError as error:
-                row["failure"] = " ".join(str(error).split())[:300]
             show(prompt, row)
     return rows
 
@@ -183,26 +177,14 @@ def show(prompt: Prompt, row: dict[str, Any]) -> None:
 def peers(o: argparse.Namespace, prompt: Prompt) -> dict[str, float]:
     """name -> us of other attention over the whole sequences, checked against float64."""
     import torch
-    from terrazzo.autotune import measure
 
-    shape, found = prompt.shape, {}
+    shape = prompt.shape
     k, v = (
         torch.randn(shape.batch, shape.kv_heads, shape.tokens, o.head_dim, device=DEVICE, dtype=torch.float16)
         for _ in "kv"
     )
     q = torch.randn(shape.batch, prompt.new, shape.heads, o.head_dim, device=DEVICE, dtype=torch.float16)
-    last = q[:, -ROWS:].contiguous()
-    exact = expected(last, k, v)
-    for peer in PEERS:
-        if peer.missing():
-            continue
-        try:
-            call = peer.load(q, k, v)
-            y = call()
-            check(peer, y.reshape(q.shape)[0, -ROWS:, 0], exact)
-            found[peer.name] = round(measure.time_calls([call], o.budget_ms).us, 2)
-        except Exception as error:  # another package's error of any kind costs its column, not the run
-            print(f"peer {peer.name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
+    found = times(q, [(k, v)], expected(q[:, -ROWS:].contiguous(), k, v), o.budget_ms)
     speeds = {name: round(prompt.flops(o.head_dim) / us / 1e6, 1) for name, us in found.items()}
     print(f"{prompt!s:18} " + "  ".join(f"{n} {us} us {speeds[n]} TFLOP/s" for n, us in found.items()), flush=True)
     return found

@@ -23,13 +23,14 @@ from typing import Any
 
 from terrazzo.autotune import attention_bench
 from terrazzo.autotune.attention_bench import Shape
-from terrazzo.lowering.errors import ArgumentError, TerrazzoError
+from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.attention import entry
 from terrazzo.ops.attention.cache import launch
 from terrazzo.ops.attention.cache.layout import CacheLayout
 from terrazzo.ops.attention.decoding import op
 
 from benchmarks import program, report
+from benchmarks.attention import copies_of, facts_of
 
 DEVICE = "cuda"
 BATCHES = (
@@ -157,22 +158,17 @@ def ours(
     held = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     cache = replace(cache, lengths=held, max_length=max(lengths))
     nbytes = 4 * cache.kv_heads * cache.pages.shape[2] * sum(-(-n // PAGE) for n in lengths)
-    copies = [cache] + [
-        replace(cache, pages=cache.pages.clone())
-        for _ in range(measure.copies_beyond_l2(nbytes, launch.detect().l2_bytes) - 1)
-    ]
+    copies = copies_of(cache, nbytes)
     known = [replace(c, mean_length=mean_of(lengths)) for c in copies]
     rows = []
     for q_len in o.q_len:
         q = torch.randn(shape.batch, q_len, shape.heads, o.head_dim, device=DEVICE).half()
-        row = {
-            "op": "attention_ragged", "batch": batch, "k_format": formats[0], "v_format": formats[1],
-            "q_heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": o.head_dim, "q_len": q_len, "page": PAGE,
-            "mean": round(sum(lengths) / len(lengths)), "longest": max(lengths), "us": None, "spread": None,
-            "even": None, "balanced": None, "bytes": nbytes, "peers": rivals if q_len == 1 else {},
+        row = facts_of("attention_ragged", formats, shape, o.head_dim, PAGE, q_len=q_len, spread=None) | {
+            "batch": batch, "mean": round(sum(lengths) / len(lengths)), "longest": max(lengths), "even": None,
+            "balanced": None, "bytes": nbytes, "peers": rivals if q_len == 1 else {},
         }  # fmt: skip
         rows.append(row)
-        try:
+        with program.failing(row):
             exact = attention_bench.expected(q, cache)
             row["balanced"] = bool(plan_of(o, lengths, cache.layout, q_len, mean_of(lengths)).places)
             for name, caches in (("us", known), ("even", copies)):
@@ -182,16 +178,11 @@ def ours(
                     row["failure"] = why
                     break
                 timing = measure.time_calls([partial(entry.decode, q, c, out=y) for c in caches], o.budget_ms)
-                row[name] = round(timing.us, 2)
-                if name == "us":
-                    row |= {
-                        "spread": round(timing.spread, 4),
-                        "copy_share": round(nbytes / timing.us / 1e3 / copy_gb_s, 4),
-                    }
+                row |= program.timed(timing) if name == "us" else {name: round(timing.us, 2)}
+            if row["us"]:
+                row["copy_share"] = round(nbytes / row["us"] / 1e3 / copy_gb_s, 4)
             if o.own and q_len > 1 and not row.get("failure"):
                 own_numbers(o, row, q, known)
-        except TerrazzoError as error:
-            row["failure"] = " ".join(str(error).split())[:300]
         show(row)
     return rows
 

@@ -21,10 +21,9 @@ from typing import Any
 
 from terrazzo.autotune import attention_bench, gemm_bench
 from terrazzo.autotune.attention_bench import Shape
-from terrazzo.lowering.errors import TerrazzoError
 
 from benchmarks import program, report
-from benchmarks.attention import FORMATS
+from benchmarks.attention import FORMATS, facts_of
 
 SHAPES = ("8x32/8x32k", "64x32/8x4k")
 STORED = Shape(1, 32, 8, 131072)
@@ -73,8 +72,7 @@ def store(formats: tuple[str, str], shape: Shape, copy_gb_s: float, budget_ms: f
         return {"failure": f"{wrong} words differ"}
     moved = 2 * k.numel() * 2 + 4 * cache.pages.numel()
     timing = measure.time_calls([call], budget_ms)
-    times = {"us": round(timing.us, 2), "spread": round(timing.spread, 4), "bytes": moved}
-    return times | {"of_copy_time": round(timing.us * copy_gb_s * 1e3 / moved, 3)}
+    return program.timed(timing) | {"bytes": moved, "of_copy_time": round(timing.us * copy_gb_s * 1e3 / moved, 3)}
 
 
 def missing(kind: str, block: int) -> list[int]:
@@ -120,21 +118,14 @@ def step(formats: tuple[str, str], shape: Shape, kind: str, budget_ms: float) ->
 
 def planned(o: argparse.Namespace, copy_gb_s: float) -> list[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]:
     """What each row is about, and what measures it."""
-
-    def facts(op: str, formats: tuple[str, str], shape: Shape) -> dict[str, Any]:
-        return {
-            "op": op, "k_format": formats[0], "v_format": formats[1], "head_dim": DIM, "page": PAGE,
-            "batch": shape.batch, "q_heads": shape.heads, "kv_heads": shape.kv_heads, "kv_len": shape.tokens,
-        }  # fmt: skip
-
     made = []
     for formats in o.formats:
         if not o.no_store:
-            row = facts("attention_store", formats, STORED)
+            row = facts_of("attention_store", formats, STORED, DIM, PAGE)
             made.append((row, partial(store, formats, STORED, copy_gb_s, o.budget_ms)))
         for shape in o.shapes:
             for kind in o.kinds:
-                row = facts("attention_append", formats, shape) | {"kind": kind}
+                row = facts_of("attention_append", formats, shape, DIM, PAGE, kind=kind)
                 made.append((row, partial(step, formats, shape, kind, o.budget_ms)))
     return made
 
@@ -154,10 +145,8 @@ def show(row: dict[str, Any]) -> None:
 def rows_of(o: argparse.Namespace, result: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
     """Each row as it is measured."""
     for row, call in planned(o, result["copy_gb_s"]):
-        try:
+        with program.failing(row):
             row |= call()
-        except TerrazzoError as error:
-            row["failure"] = " ".join(str(error).split())[:300]
         show(row)
         yield [row]
 

@@ -23,7 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks import program, report
 from benchmarks.peers import decode_step as peers
 
 DEVICE = "cuda"
@@ -364,12 +364,7 @@ def prefill_kernels(layout: Any, facts: dict[str, Any]) -> list[Any]:
 
 def compile_all(rows: list[Row], *of: Any) -> None:
     """Compile the kernels of rows in parallel; `of` as `requests` takes it."""
-    from terrazzo.lowering.parallel import compile_many
-
-    start, wanted = time.perf_counter(), requests(rows, *of)
-    outcomes = compile_many(wanted)
-    failed = {str(e)[:300] for e in outcomes if isinstance(e, Exception)}
-    print(f"{len(wanted)} kernels in {time.perf_counter() - start:.0f} s", *failed, sep="\n", flush=True)
+    program.compile_all(requests(rows, *of))
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -388,7 +383,7 @@ def measured(step: Step, o: argparse.Namespace, copy_gb_s: float) -> dict[str, A
         timing = measure.time_calls([step], o.budget_ms)
         found = {
             "checked": checked, "ms": round(timing.us / 1e3, 4), "spread": round(timing.spread, 4),
-            "bytes": step.nbytes, "floor_ms": round(step.nbytes / copy_gb_s / 1e6, 4),
+            "repeats": timing.replays, "bytes": step.nbytes, "floor_ms": round(step.nbytes / copy_gb_s / 1e6, 4),
         }  # fmt: skip
         if not (o.quick or o.no_parts):
             parts = {}

@@ -293,7 +293,8 @@ def row(kernel: str, m: int, k: int, quant: str, o: argparse.Namespace, target: 
         return found | {"failure": f"{type(timed['ours']).__name__}: {str(timed['ours'])[:200]}"}
     us = {name: round(timing.us, 3) for name, timing in timed.items() if not isinstance(timing, Exception)}
     failed = {name: str(it)[:200] for name, it in timed.items() if isinstance(it, Exception)}
-    found |= {"us": us.pop("ours"), "spread": round(timed["ours"].spread, 4), "peers": us}
+    ours = timed["ours"]
+    found |= {"us": us.pop("ours"), "spread": round(ours.spread, 4), "repeats": ours.replays, "peers": us}
     found |= {"of_copy": round(found["us"] / us["copy"], 3), "over_empty_us": round(found["us"] - us["empty"], 3)}
     return found | ({"peers_failed": failed} if failed else {})
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from terrazzo.lowering.errors import TerrazzoError
 
 from benchmarks import report
 
@@ -64,6 +67,20 @@ def numbers(text: str) -> list[int]:
 def formats(text: str | Sequence[str]) -> list[tuple[str, ...]]:
     """ "int4/int4,int8/int4" -> keys and values of each."""
     return [tuple(f.split("/")) for f in (text.split(",") if isinstance(text, str) else text)]
+
+
+@contextlib.contextmanager
+def failing(row: dict[str, Any]) -> Iterator[None]:
+    """An error of ours costs the row, not the run: it is the row's `failure`."""
+    try:
+        yield
+    except TerrazzoError as error:
+        row["failure"] = " ".join(str(error).split())[:300]
+
+
+def timed(timing: Any) -> dict[str, Any]:
+    """What a row keeps of a `measure.Timing`: `us`, the median; `spread` of its `repeats`, a fraction."""
+    return {"us": round(timing.us, 2), "spread": round(timing.spread, 4), "repeats": timing.replays}
 
 
 def compile_all(requests: Sequence[Any]) -> list[Any]:

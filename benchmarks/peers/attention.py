@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.peers.weights import missing_module
+
+
+def times(
+    q: Any, copies: Sequence[tuple[Any, Any]], exact: Any, budget_ms: float, suffix: str = ""
+) -> dict[str, float]:
+    """name and suffix -> us of each peer that is here, checked on the newest rows of the first head of the first
+    sequence.
+
+    Args:
+        copies: keys and values, in turn. exact: float64 [rows, D].
+    """
+    from terrazzo.autotune import measure
+
+    found: dict[str, float] = {}
+    for peer in PEERS:
+        if peer.missing():
+            continue
+        try:
+            calls = [peer.load(q, *copy) for copy in copies]
+            check(peer, calls[0]().reshape(q.shape)[0, -len(exact) :, 0], exact)
+            found[peer.name + suffix] = round(measure.time_calls(calls, budget_ms).us, 2)
+        except Exception as error:  # another package's error of any kind costs its column, not the run
+            print(f"peer {peer.name}{suffix}: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
+    return found
 
 
 def check(peer: Any, y: Any, exact: Any) -> None:
