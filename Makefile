@@ -36,7 +36,7 @@ help:
 	@echo "make test-gpu     the tests of a GPU, with a record of what ran on which card (docs/gpu-tests.md)"
 	@echo "make lint         ruff check and ruff format --check"
 	@echo "make format       rewrite what the linter can rewrite"
-	@echo "make bench        measure on this machine's GPU; BENCH='--quick' for a short run"
+	@echo "make bench        measure linear layers on this machine's GPU; BENCH='--formats w4a16 --shapes tuned' for some"
 	@echo "make gpu          GPU tests and benchmarks on every GPU, in 29 minutes; ARGS='--budget 600'"
 	@echo "make wheels       wheels of ready kernels, to dist/; TARGETS='sm_90a sm_89'"
 	@echo "make mutants      put COUNT=150 faults into copies of the tree, SEED=1, JOBS=2 at once: which do no tests find?"
@@ -86,8 +86,7 @@ test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest tests/gpu --record benchmarks/results/gpu_tests.json $(PYTEST)
 
 bench: $(VENV)/.test
-	$(BIN)/python -m benchmarks.w4a16 $(BENCH)
-	$(BIN)/python -m benchmarks.w4a8 $(BENCH)
+	$(BIN)/python -m benchmarks.linear $(BENCH)
 
 gpu: $(VENV)/.test
 	$(BIN)/python -m benchmarks.host $(ARGS)

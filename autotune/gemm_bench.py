@@ -34,6 +34,8 @@ CHECKED_ROWS = 512
 All of y is checked for NaN that was there before."""
 DEVICE = "cuda"
 OURS = "terrazzo"
+QUANTIZED, SAME_QUANTIZED = " with its quantizer", 0.05
+"""What names a peer's call that quantizes x itself; and how far, root mean square, its output may be from the other."""
 _PROBLEM = {
     "n",
     "k",
@@ -47,16 +49,25 @@ _PROBLEM = {
     "group_size",
     "weight",
 }
-SUSTAINED_M = 64
+SUSTAINED_M = 1024
 """From so many tokens on, rows also have the times at the power limit: `sustained`, ours and cuBLAS's in turn."""
+
+
+class PoisonedError(RuntimeError):
+    """A peer left the GPU in an error that lasts to the end of the process."""
+
+    def __init__(self, peer: str, why: str) -> None:
+        super().__init__(f"{peer}: {why}")
+        self.peer, self.why = peer, why
 
 
 class Peer(Protocol):
     """Another implementation of the same product.
 
     A peer may also have `prepare(x, loaded)`, what its calls get instead of x (activations quantized outside of the
-    clock), and `wrong(y, x, loaded)`, what is wrong with its output in words, where it computes another product.
-    `package` names the distribution that it is of, whose version the result states.
+    clock), `quantize(x, loaded)`, the same by the kernel that a model pays for, and `wrong(y, x, loaded)`, what is
+    wrong with its output in words, where it computes another product. `package` names the distribution that it is of,
+    whose version the result states.
     """
 
     name: str
@@ -101,6 +112,7 @@ class Settings:
         seed: of weights and activations.
         budget_ms: GPU time for each measurement.
         peers: measured beside cuBLAS where their package is installed.
+        checked: so many output features, the last ones, are held against the bound; 0: all. `errors` is of all.
     """
 
     dtype: str = "float16"
@@ -109,6 +121,11 @@ class Settings:
     seed: int = 0
     budget_ms: float = measure.BUDGET_MS
     peers: Sequence[Peer] = field(default_factory=tuple)
+    checked: int = 0
+
+    def size(self, k: int) -> int:
+        """k of a scale."""
+        return self.group
 
 
 def bench(
@@ -165,6 +182,7 @@ def bench(
         if "call_overhead_us" not in result:
             result["call_overhead_us"] = shape.overhead()
         shape.drop()
+        result.setdefault("clocks_after_each_shape", []).append(clocks())
         if on_shape is not None:
             on_shape(result)
     return result
@@ -239,7 +257,7 @@ class Shape(ABC):
             "op": op,
             "format": stored,
             "dtype": self.settings.dtype,
-            "group": self.settings.group,
+            "group": self.settings.size(self.k),
             "m": m,
             "n": self.n,
             "k": self.k,
@@ -254,16 +272,12 @@ class Shape(ABC):
 
     @abstractmethod
     def expected(self, x: torch.Tensor, requests: Sequence[KernelRequest]) -> tuple[torch.Tensor, ...]:
-        """(rows compared, float64 reference, bound for us, bound for peers, which round each weight once in 16 bits and
-        may add partial sums in 16 bits)."""
+        """(index of what is compared, float64 reference, bound for us, bound for peers, which round each weight once in
+        16 bits and may add partial sums in 16 bits)."""
 
     @abstractmethod
     def calls(self, x: torch.Tensor) -> dict[str, Callable[[Any, torch.Tensor | None], torch.Tensor]]:
         """Name -> call of a packed weight and an output; `OURS` is the row's time, others are its variants."""
-
-    def side_calls(self, x: torch.Tensor) -> dict[str, Callable[[], object]]:
-        """Name -> call of something beside the product that a row also times as a variant."""
-        return {}
 
     def copies(self, nbytes: int) -> int:
         return measure.copies_beyond_l2(nbytes, self.target.l2_bytes)
@@ -290,13 +304,13 @@ class Shape(ABC):
 
         requests = self.requests(self.n, self.k, m, self.settings, self.target)
         row, x, problems = self.facts(m, requests), self.tokens(m), dict(self.broken)
-        rows, reference, bound, loose = self.expected(x, requests)
+        at, reference, bound, loose = self.expected(x, requests)
         errors = [failed[request] for request in requests if request in failed]
         calls, written, failure = {} if errors else self.calls(x), {}, ""
         if errors:
             failure = f"does not compile: {errors[0].splitlines()[0]}"
         for name, call in calls.items():
-            written[name], problem = self.first_launch(m, call, rows, reference, bound)
+            written[name], problem = self.first_launch(m, call, at, reference, bound)
             if problem and name == OURS:
                 failure = problem
             elif problem:
@@ -306,24 +320,11 @@ class Shape(ABC):
             for name, call in calls.items()
             if not failure and name not in problems
         }
-        side = {} if failure else self.side_calls(x)
-        candidates |= {name: [call] for name, call in side.items()}
-        for name, (peer, loaded) in self.peers.items():
-            try:
-                given = [peer.prepare(x, copy) if hasattr(peer, "prepare") else x for copy in loaded]
-                y = peer.call(given[0], loaded[0])
-                problem = peer.wrong(y, x, loaded[0]) if hasattr(peer, "wrong") else wrong(y, rows, reference, loose)
-            except Exception as error:  # as above
-                problem = one_line(error)
-            if problem:
-                problems[name] = problem
-            else:
-                candidates[name] = [peer_call(peer, *pair) for pair in zip(given, loaded)]
-
+        rivals, outputs = self.rivals(x, lambda y: wrong(y, at, reference, loose), problems)
         before = {name: y.clone() for name, y in written.items() if name in candidates}
-        timings = measure.time_in_turn(candidates, self.settings.budget_ms)
+        timings = measure.time_in_turn(candidates | rivals, self.settings.budget_ms)
         for name, timing in timings.items():
-            ours = name in calls or name in side
+            ours = name in calls
             if isinstance(timing, Exception):
                 if ours and not isinstance(timing, TerrazzoError):
                     raise timing
@@ -331,19 +332,62 @@ class Shape(ABC):
             else:
                 same = name not in before or torch.equal(written[name], before[name])
                 problem = "" if same else "the output of the timed launches differs from that of the first one"
-            if name == OURS:
+            if name == OURS and problem:
                 failure = problem
-                row |= {} if problem else {"us": round(timing.us, 3), "spread": round(timing.spread, 4)}
             elif problem:
                 problems[name] = problem
             else:
-                row.setdefault("variants", {}) if ours else None
-                row["variants" if ours else "peers"][name] = round(timing.us, 3)
+                self.note(row, name, timing, ours)
+        if Cublas.name in outputs:
+            row["errors"] = {
+                name: float(f"{distance(y, outputs[Cublas.name]):.3g}")
+                for name, y in ({OURS: written.get(OURS)} | outputs).items()
+                if y is not None and name != Cublas.name and y.is_floating_point()
+            }
         if m >= SUSTAINED_M and not failure:
-            rivals = {name: candidates[name] for name in (OURS, Cublas.name) if name in candidates}
-            slow = measure.time_in_turn(rivals, self.settings.budget_ms, sustained=True)
+            turns = {name: calls for name, calls in (candidates | rivals).items() if name in (OURS, Cublas.name)}
+            slow = measure.time_in_turn(turns, self.settings.budget_ms, sustained=True)
             row["sustained"] = {name: round(it.us, 3) for name, it in slow.items() if not isinstance(it, Exception)}
         return row | ({"failure": failure} if failure else {}) | ({"peers_failed": problems} if problems else {})
+
+    @staticmethod
+    def note(row: dict[str, Any], name: str, timing: measure.Timing, ours: bool) -> None:
+        """Keep a timing: of ours, of a variant, of a peer, or of a peer with the quantizer of its activations."""
+        us, peer = round(timing.us, 3), name.removesuffix(QUANTIZED)
+        row.setdefault("quartiles", {})[name] = [round(each, 3) for each in timing.quartiles]
+        if name == OURS:
+            row |= {"us": us, "spread": round(timing.spread, 4), "repeats": timing.replays}
+        else:
+            kind = "variants" if ours else "peers" if peer == name else "peers_with_quantizer"
+            row.setdefault(kind, {})[peer] = us
+
+    def rivals(
+        self, x: torch.Tensor, judge: Callable[[torch.Tensor], str], problems: dict[str, str]
+    ) -> tuple[dict[str, list[Callable[[], object]]], dict[str, torch.Tensor]]:
+        """Calls and first outputs of peers that are right, by name; what is wrong with the others joins `problems`.
+
+        Raises:
+            PoisonedError: a peer left the GPU in an error.
+        """
+        candidates: dict[str, list[Callable[[], object]]] = {}
+        outputs: dict[str, torch.Tensor] = {}
+        for name, (peer, loaded) in self.peers.items():
+            try:
+                given = [peer.prepare(x, copy) if hasattr(peer, "prepare") else x for copy in loaded]
+                y = peer.call(given[0], loaded[0])
+                problem = peer.wrong(y, x, loaded[0]) if hasattr(peer, "wrong") else judge(y)
+                if not problem:
+                    candidates[name], outputs[name] = [peer_call(peer, *pair) for pair in zip(given, loaded)], y
+                if not problem and hasattr(peer, "quantize"):
+                    name, calls = name + QUANTIZED, [quantized_call(peer, x, copy) for copy in loaded]
+                    problem = "" if distance(calls[0](), y) < SAME_QUANTIZED else "another product than without it"
+                    candidates |= {} if problem else {name: calls}
+            except Exception as error:  # as above
+                problem = one_line(error)
+                _check_gpu(peer.name, problem)
+            if problem:
+                problems[name] = problem
+        return candidates, outputs
 
     def first_launch(
         self, m: int, call: Callable[[Any, torch.Tensor], torch.Tensor], *expected: torch.Tensor
@@ -390,7 +434,26 @@ def peer_call(peer: Peer, x: torch.Tensor, loaded: object) -> Callable[[], objec
     return lambda: peer.call(x, loaded)
 
 
-def wrong(y: torch.Tensor, rows: torch.Tensor, reference: torch.Tensor, bound: torch.Tensor) -> str:
+def quantized_call(peer: Any, x: torch.Tensor, loaded: object) -> Callable[[], torch.Tensor]:
+    return lambda: peer.call(peer.quantize(x, loaded), loaded)
+
+
+def distance(y: torch.Tensor, base: torch.Tensor) -> float:
+    """Root mean square of a difference over that of the base, of all elements."""
+    return float((y.float() - base.float()).norm() / base.float().norm())
+
+
+def _check_gpu(peer: str, why: str) -> None:
+    import torch
+
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        raise PoisonedError(peer, why) from error
+
+
+def wrong(y: torch.Tensor, rows: Any, reference: torch.Tensor, bound: torch.Tensor) -> str:
     missing = int(y.isnan().sum())
     return f"{missing} elements of y are NaN" if missing else measure.check_outputs(y[rows], reference, bound)
 
@@ -421,6 +484,7 @@ def header(target: Target, commit: str | None = None) -> dict[str, Any]:
         "gpu": target.name,
         "sms": target.sms,
         "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "clocks": clocks("clocks.max.sm,clocks.max.mem,power.limit"),
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "tilelang": package_version("tilelang"),
@@ -428,6 +492,11 @@ def header(target: Target, commit: str | None = None) -> dict[str, Any]:
         "commit": commit or _said("git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"),
         "date": datetime.now(timezone.utc).date().isoformat(),
     }
+
+
+def clocks(fields: str = "clocks.sm,clocks.mem,power.draw,temperature.gpu") -> str | None:
+    """Clocks in MHz, power in W and degrees of the GPU, now or at most, in nvidia-smi's words."""
+    return _said("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader")
 
 
 def _said(*command: str) -> str | None:

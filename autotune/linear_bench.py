@@ -1,9 +1,9 @@
 """Rows of linear layers of every product: data, oracles, and calls beside cuBLAS f16 and 8-bit peers.
 
 A row's `us` is the product of activations, quantized outside of the clock, with the packed weight. Its `variants` are
-other calls of ours on the same data: `with_quantizer` (16-bit x, both kernels), `quantizer` alone, and of W4Ax with
-two-level scales `block`, the same product with a packed weight that has a scale for each block (the random weight's
-scales are exact in both forms).
+other calls of ours on the same data: `with_quantizer` (16-bit x, both kernels), and of W4Ax with two-level scales
+`block`, the same product with a packed weight that has a scale for each block (the random weight's scales are exact in
+both forms).
 """
 
 from __future__ import annotations
@@ -43,12 +43,15 @@ class LinearSettings(Settings):
         record: of the product. group: K where a row has one scale.
         ratio: of W4Ax, share of INT8 blocks. scales: of its weight and activations. both: whether two-level ones are
             timed beside a scale for each block.
+        scale_dtype: of a weight of small floats whose scales may have several. accumulate: of bytes by bytes.
     """
 
     record: str = "w4a16"
     ratio: float = 0.25
     scales: str = "two_level"
     both: bool = False
+    scale_dtype: str = ""
+    accumulate: str = "auto"
 
     @property
     def product(self) -> Product:
@@ -82,12 +85,17 @@ class LinearShape(Shape):
 
         codes = settings.product.codes
         own = dict(symmetric=settings.symmetric or bool(codes.values), weight=codes.name)
-        own["scale_dtype"] = codes.scales[0] if codes.values else settings.dtype
+        own["scale_dtype"] = settings.scale_dtype or (codes.scales[0] if codes.values else settings.dtype)
         return op.kernel_requests(n, k, group_size=settings.size(k), m=m, dtype=settings.dtype, target=target, **own)
 
     def load(self) -> tuple[Any, Any, tuple[str, ...], torch.Tensor]:
+        from terrazzo.nn.joined import rows_of
+
         weight = random_weight(self.n, self.k, self.settings, self.random)
         planes = [plane.name for plane in self.product.planes if plane.shape is not None]
+        first = max(0, self.n - self.settings.checked) // 128 * 128 if self.settings.checked else 0
+        self.columns = slice(first, self.n)
+        self.part = rows_of(weight, self.columns)
         packed = weight.pack(target=self.target if self.product.planned else None)
         return weight, packed, tuple(planes), dense_of(weight, self.dtype)
 
@@ -123,18 +131,20 @@ class LinearShape(Shape):
         x = x[rows]
         reference, bound, rounding, more = self.oracle(x, requests)
         rounding += 2 * torch.finfo(self.dtype).eps
+        if self.columns.start:
+            rows = rows[:, None], torch.arange(self.columns.start, self.n, device=rows.device)
         return rows, reference, bound, bound + rounding * (x.double().abs() @ self.magnitudes().T) + more
 
     def magnitudes(self) -> torch.Tensor:
-        """float64 [N, K] of the weight."""
+        """float64 [N, K] of what is checked of the weight."""
         integers = self.product.wide and not self.product.codes.values
-        values = self.weight.dequantize("post") if integers else self.weight.dequantize()
+        values = self.part.dequantize("post") if integers else self.part.dequantize()
         return values.double().abs()
 
     def oracle(self, x: torch.Tensor, requests: Sequence[KernelRequest]) -> tuple[Any, ...]:
         """(reference, bound for us, relative rounding of x's codes, absolute errors of peers that come on top)."""
         numerics, own = numerics_of(requests), self.reference
-        return own.gemm(x, self.weight, numerics), own.forward_error_bound(x, self.weight, numerics), 0.0, 0.0
+        return own.gemm(x, self.part, numerics), own.forward_error_bound(x, self.part, numerics), 0.0, 0.0
 
     def calls(self, x: torch.Tensor) -> Calls:
         gemm = self.module.gemm
@@ -167,7 +177,7 @@ class ByteShape(LinearShape):
         from terrazzo.ops.w4a8 import reference
 
         q, scales, _ = reference.quantize_activations(x)
-        made = reference.gemm(q, scales, self.weight)
+        made = reference.gemm(q, scales, self.part)
         more = 0.5 * scales.double()[:, None] * self.magnitudes().sum(1)
         return made, reference.forward_error_bound(made, self.dtype), 0.0, more
 
@@ -177,10 +187,6 @@ class ByteShape(LinearShape):
             OURS: lambda packed, out: gemm(quantized, packed, out=out, out_dtype=self.dtype),
             "with_quantizer": lambda packed, out: gemm(x, packed, out=out),
         }
-
-    def side_calls(self, x: torch.Tensor) -> dict[str, Callable[[], object]]:
-        out, quantize = self.quantized(x), self.module.quantize_activations
-        return {"quantizer": lambda: quantize(x, out=out)}
 
 
 class E4M3Shape(ByteShape):
@@ -193,9 +199,9 @@ class E4M3Shape(ByteShape):
         from terrazzo.ops.w4a8 import fp8_reference as reference
 
         q, scales = reference.quantize_activations(x)
-        bound = reference.forward_error_bound(q, scales, self.weight, self.dtype)
+        bound = reference.forward_error_bound(q, scales, self.part, self.dtype)
         more = 2.0**-10 * scales.double()[:, None] * self.magnitudes().sum(1)
-        return reference.gemm(q, scales, self.weight), bound, 2.0**-4, more
+        return reference.gemm(q, scales, self.part), bound, 2.0**-4, more
 
 
 class DirectShape(ByteShape):
@@ -208,7 +214,8 @@ class DirectShape(ByteShape):
         from terrazzo.ops.w4a8.w8a8 import op
 
         form = op.form_of(settings.size(k), k, settings.product.codes.name)
-        return op.kernel_requests(n, k, **form, m=m, dtype=settings.dtype, target=target)
+        how = dict(accumulate=settings.accumulate, dtype=settings.dtype, target=target)
+        return op.kernel_requests(n, k, **form, m=m, **how)
 
     def described(self) -> tuple[str, str]:
         return self.product.record, self.problem()["dequantization"]
@@ -220,13 +227,17 @@ class DirectShape(ByteShape):
         from terrazzo.ops.w4a8.w8a8 import activations, reference
 
         made = activations.on_cpu(x, self.packed[0])
-        bound = reference.forward_error_bound(made, self.weight, self.dtype)
+        bound = reference.forward_error_bound(made, self.part, self.dtype, accumulate=self.settings.accumulate)
         step = (reference.values(made) - x.double()).abs().amax(1, keepdim=True)
         rounding = 2.0**-4 if self.product.codes.values else 0.0
-        return reference.gemm(made, self.weight), bound, rounding, step * self.magnitudes().sum(1)
+        return reference.gemm(made, self.part), bound, rounding, step * self.magnitudes().sum(1)
 
-    def side_calls(self, x: torch.Tensor) -> dict[str, Callable[[], object]]:
-        return {}
+    def calls(self, x: torch.Tensor) -> Calls:
+        gemm, quantized, how = self.module.gemm, self.quantized(x), dict(accumulate=self.settings.accumulate)
+        return {
+            OURS: lambda packed, out: gemm(quantized, packed, out=out, out_dtype=self.dtype, **how),
+            "with_quantizer": lambda packed, out: gemm(x, packed, out=out, **how),
+        }
 
 
 class MixedShape(ByteShape):
@@ -264,10 +275,11 @@ class MixedShape(ByteShape):
     def oracle(self, x: torch.Tensor, requests: Sequence[KernelRequest]) -> tuple[Any, ...]:
         from terrazzo.ops.w4ax import reference
 
-        w = self.weight
+        w = self.part
         facts = dict(blocks8=w.blocks8, permutation=w.permutation, granularity=self.settings.scales)
         q, scales = reference.quantize_activations(x, **facts, wide=not self.packed[0].native)
-        steps = scales.double().repeat_interleave(BLOCK, dim=1) @ w.values().abs().T
+        coarse = reference.quantize_activations(x, **facts)[1]  # what rounding loses, also where bytes hold the codes
+        steps = coarse.double().repeat_interleave(BLOCK, dim=1) @ w.values().abs().T
         bound = reference.forward_error_bound(q, scales, w, self.dtype)
         return reference.gemm(q, scales, w), bound, 0.0, 0.5 * steps
 
@@ -289,9 +301,6 @@ class MixedShape(ByteShape):
     def drop(self) -> None:
         self._blocks.clear()
         super().drop()
-
-    def side_calls(self, x: torch.Tensor) -> dict[str, Callable[[], object]]:
-        return {"quantizer": lambda: self.quantized(x)}
 
 
 def class_of(product: Product) -> type[LinearShape]:
@@ -352,6 +361,8 @@ def random_weight(n: int, k: int, settings: LinearSettings, random: torch.Genera
         scales = 127 + torch.frexp(scales).exponent.to(torch.uint8)
     if codes.scales == ("e4m3",):
         scales = scales.to(torch.float8_e4m3fn)
+    elif settings.scale_dtype:
+        scales = scales.to(getattr(torch, settings.scale_dtype))
     name = codes.name if product.wide else MXFP4.name
     return made.QuantizedWeight.canonical(own, scales, weight=name, group_size=size)
 

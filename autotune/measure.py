@@ -48,12 +48,14 @@ class Timing:
         spread: (90th - 10th percentile) / median of the replays, a fraction.
         calls: calls in each replay.
         replays: replays measured.
+        quartiles: 25th and 75th percentile of the replays, microseconds of one call.
     """
 
     us: float
     spread: float
     calls: int
     replays: int
+    quartiles: tuple[float, ...] = ()
 
 
 def summarize(times_us: Sequence[float], calls: int = 1) -> Timing:
@@ -61,9 +63,9 @@ def summarize(times_us: Sequence[float], calls: int = 1) -> Timing:
     if not times_us:
         raise ArgumentError("times_us", times_us, "must hold at least one time", "measure at least one replay")
     ordered = sorted(times_us)
-    low, high = (_percentile(ordered, share) for share in (0.1, 0.9))
+    low, first, third, high = (_percentile(ordered, share) for share in (0.1, 0.25, 0.75, 0.9))
     median = statistics.median(ordered)
-    return Timing(median / calls, (high - low) / median, calls, len(ordered))
+    return Timing(median / calls, (high - low) / median, calls, len(ordered), (first / calls, third / calls))
 
 
 def _percentile(ordered: Sequence[float], share: float) -> float:

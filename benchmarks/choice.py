@@ -17,20 +17,11 @@ PICTURE = Path(__file__).parents[1] / "docs" / "choosing.svg"
 SIZES = (4, 16, 64, 256, 1024)
 """Tokens whose speed the table has; W4A8's files begin at 4."""
 FILES = {
-    "w4a16-g128": ("w4a16_*.json", "w4a16", 128),
-    "w4a8-g64": ("w4a8_*.json", "w4a8", 64),
-    "w4a8-e4m3-g128": ("w4afp8_*.json", "w4a8_fp8", 128),
-    "w4ax": ("w4ax_*.json", "w4ax", 128),
-    "mxfp4": ("weight_only_h*.json", "mxfp4", 32),
-    "nvfp4": ("weight_only_h*.json", "nvfp4", 16),
-    "w8a16-g128": ("weight_only_h*.json", "w8a16", 128),
-    "w8a8": ("w8a8_h*.json", "w8a8", "int8"),
-    "w8a8-e4m3": ("w8a8_h*.json", "w8a8", "fp8"),
-    "w8a8-e4m3-g128": ("w8a8_h*.json", "w8a8", "fp8_block"),
-}
-"""Format -> (its result files, operator and group, or format, in their rows). Formats of accuracy files alone come
-behind them."""
-FLOATS = ("cublas_f16", "cublas_bf16")
+    "w4a16-g128": "w4a16", "w4a8-g64": "w4a8", "w4a8-e4m3-g128": "w4afp8", "w4ax": "w4ax", "mxfp4": "mxfp4",
+    "nvfp4": "nvfp4", "w8a16-g128": "w8a16_g128", "w8a8": "w8a8", "w8a8-e4m3": "w8a8_fp8",
+    "w8a8-e4m3-g128": "w8a8_blocks",
+}  # fmt: skip
+"""Format -> its result files, those of layers that records were tuned on. Formats of accuracy files alone come last."""
 UNKNOWN = "not measured yet"
 
 
@@ -61,19 +52,17 @@ def formats() -> dict[str, Format]:
                 made = found.setdefault(row["weights"], Format())
                 made.accuracy[result["model"]] = row["ratio"], row["error"]
     found.pop("f16", None)
-    for name, (pattern, op, group) in FILES.items():
-        files = (path for path in report.RESULTS.glob(pattern) if "_held_out_" not in path.name)
-        for path in sorted(files, reverse=True)[:1]:  # one GPU for each format
-            _speed(found[name], json.loads(path.read_text(encoding="utf-8")), op, group)
+    for name, linear in FILES.items():
+        tuned = [path for path in report.files(linear) if "_held_out_" not in path.name]
+        for path in tuned[-1:]:  # one GPU for each format
+            _speed(found[name], json.loads(path.read_text(encoding="utf-8")), name)
     return {name: it for name, it in found.items() if it.accuracy or it.speed}
 
 
-def _speed(made: Format, result: Mapping, op: str, group: int | str) -> None:
-    rows = [
-        row for row in result["rows"] if row["op"] == op and group in (row["group"], row.get("format")) and row["us"]
-    ]
-    peer = next((peer for peer in FLOATS if any(peer in row["peers"] for row in rows)), "")
-    made.speed = report.means((row["m"], row["peers"][peer] / row["us"]) for row in rows if peer in row["peers"])
+def _speed(made: Format, result: Mapping, name: str) -> None:
+    group = int(name.rpartition("-g")[2]) if "-g" in name else None
+    rows = [row for row in report.timed(result) if group in (None, row["group"])]
+    made.speed = report.means((row["m"], report.baseline(row) / row["us"]) for row in rows)
     if rows:
         largest = max(rows, key=lambda row: row["n"] * row["k"])
         made.bits = 8 * largest["bytes"] / largest["n"] / largest["k"]

@@ -1,9 +1,10 @@
 """Compiles the kernels of a benchmark and stops where it would launch the first; the GPU is only asked for its name.
 
-python -m benchmarks.compile_ahead w4a16 --models yi-34b       the benchmark's name and arguments
-python -m benchmarks.compile_ahead --gpu nvidia/nvidia-h200 w4a16      on a machine without a GPU (pretended_gpu.py)
-python -m benchmarks.compile_ahead --write DIR w4a16           and writes them as a bundle, too
-python -m benchmarks.compile_ahead --use DIR w4a16             runs the benchmark on that bundle; nothing is compiled
+python -m benchmarks.compile_ahead attention --quick           the benchmark's name and arguments
+python -m benchmarks.compile_ahead --gpu nvidia/nvidia-h200 linear --compile-only --formats w4a16
+                                                               on a machine without a GPU (pretended_gpu.py)
+python -m benchmarks.compile_ahead --write DIR attention       and writes them as a bundle, too
+python -m benchmarks.compile_ahead --use DIR attention         runs the benchmark on that bundle; nothing is compiled
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         known = name.isidentifier() and importlib.util.find_spec(f"benchmarks.{name}")
         module = importlib.import_module(f"benchmarks.{name}") if known else None
         if not hasattr(module, "main"):
-            print(f"{name}: no benchmark of this name; name a module of benchmarks/, as w4a16", file=sys.stderr)
+            print(f"{name}: no benchmark of this name; name a module of benchmarks/, as attention", file=sys.stderr)
             return 2
         code = module.main(rest)
         if "--use" in options:

@@ -208,7 +208,7 @@ def run(options: argparse.Namespace) -> int:
     from terrazzo.lowering.errors import CompileError
     from terrazzo.lowering.targets import Target
 
-    from benchmarks.gemm import compile_all
+    from benchmarks.program import compile_all
 
     if options.gpu:
         from benchmarks.pretended_gpu import pretend

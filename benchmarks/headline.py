@@ -9,41 +9,38 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
+from benchmarks.linear import FORMATS, command
 
 SIZES = (1, 4, 16, 64, 256, 512, 1024, 2048, 4096)
 """Columns: tokens of a product, sequences of attention, requests of an engine."""
 NAMES = {
     "cublas_f16": "cuBLAS f16", "cublas_bf16": "cuBLAS bf16", "torch_fp8": "torch fp8", "torch_int8": "torch int8",
     "torch_fp8_rows": "torch fp8 by rows", "torch_fp8_blocks": "torch fp8 in blocks",
+    "torch_fp8_blocks_fast": "torch fp8 in blocks", "vllm_scaled_int8": "CUTLASS int8",
+    "vllm_scaled_e4m3": "CUTLASS fp8",
     "vllm_cutlass_blocks": "CUTLASS fp8 in blocks", "vllm_triton_blocks": "Triton fp8 in blocks",
     "sdpa_cudnn_f16": "cuDNN f16", "sdpa_flash_f16": "flash f16", "transformers_f16": "transformers f16",
     "transformers_compiled": "compiled transformers", "machete": "Machete", "marlin": "Marlin", "humming": "humming",
     "vllm_marlin": "Marlin", "vllm_machete": "Machete", "humming_w4a16": "humming", "vllm_cutlass": "CUTLASS W4A8",
     "vllm_marlin_int8": "Marlin int8", "humming_w4a8_int8": "humming int8",
     "humming_w4a8_int8_integers": "humming int8", "humming_w4a8_e4m3": "humming e4m3",
+    "qserve_group": "QServe", "qserve_channel": "QServe by rows",
     "flash_attn3_f16": "FlashAttention-3 f16", "flash_attn3_f16_page128": "FlashAttention-3 f16",
     "torch_bf16": "torch bf16", "vllm_triton": "vLLM's Triton experts", "humming_grouped": "humming",
+    "terrazzo_w4a8": "our W4A8",
     "flash_attn3_fp8": "FlashAttention-3 fp8", "flash_attn3_fp8_page128": "FlashAttention-3 fp8",
 }  # fmt: skip
-OWN = ("w4a16_symmetric_g32", "generic", "separate", "copy", "empty")
+OWN = ("w4a16_symmetric_g32", "generic", "separate", "copy", "empty", "terrazzo_w4a8")
 """What stands among peers of a file and is ours, or no kernel of the same work."""
 EXPERTS = ("torch_bf16", "vllm_triton", "vllm_marlin", "humming", "humming_grouped")
-SIXTEEN = ("cublas_f16", "cublas_bf16", "vllm_marlin", "vllm_machete", "humming_w4a16")
-"""Peers whose activations have 16 bits: they are what a product with its quantizer is compared with."""
-TITLES = {
-    **report.TITLES, "mxfp4": "MXFP4 weights", "nvfp4": "NVFP4 weights", "fp8": "FP8 weights", "w8a16": "INT8 weights",
-    "mxfp4_fp8": "MXFP4 on e4m3", "w8a8": "W8A8",
-}  # fmt: skip
-FORMS = {
-    ("fp8", "fp8_block"): " in blocks", ("fp8", "fp8_block_folded"): " in blocks, folded",
-    ("w8a16", "w8a16_g128"): " in groups", ("w8a8", "int8"): ", int8", ("w8a8", "fp8"): ", e4m3",
-    ("w8a8", "fp8_fast"): ", e4m3, fast sums", ("w8a8", "fp8_block"): ", e4m3 in blocks",
-}  # fmt: skip
-"""(operator, format) -> what its title adds: forms of scales are rows of their own."""
+TITLES = {"w4a16": "W4A16", "w4a8": "W4A8", "w4a8_fp8": "W4A8 on e4m3", "w4ax": "W4Ax", "mxfp4": "MXFP4 weights",
+          "mxfp4_fp8": "MXFP4 on e4m3"}  # fmt: skip
+"""Operator -> what experts of it are called."""
 
 
 @dataclass(frozen=True)
@@ -56,25 +53,23 @@ class Case:
     peers: Mapping[str, float]
 
 
-def products(result: Mapping[str, Any]) -> Iterator[Case]:
-    """Products of one weight. Where a file has them, those whose activations are quantized inside of the clock, too."""
-    shapes: dict[str, set[tuple[int, int]]] = {}
-    found: list[Case] = []
+def products(result: Mapping[str, Any], title: str) -> Iterator[Case]:
+    """Products of one weight, alone and, where a file has them, with quantizers of activations inside of the clock; and
+    over our own W4A8, where that ran beside a format of more work."""
     for row in (row for row in result["rows"] if row["us"]):
-        brain = row["dtype"] == "bfloat16" and row["op"] == "w4a16"
-        title = TITLES.get(row["op"], row["op"]) + FORMS.get((row["op"], row["format"]), "") + ", bfloat16" * brain
-        named = {"cublas_f16": "cublas_bf16"} if brain else {}  # torch.mm in the row's dtype, whatever its name
-        peers = {named.get(peer, peer): us for peer, us in row["peers"].items() if peer not in OWN}
-        found.append(Case(title, row["m"], row["us"], peers))
-        whole = f"{title}, with its quantizer"
-        if row.get("variants", {}).get("with_quantizer"):
-            wide = {peer: us for peer, us in peers.items() if peer in SIXTEEN}
-            found.append(Case(whole, row["m"], row["variants"]["with_quantizer"], wide))
-        for name in (title, whole):
-            shapes.setdefault(name, set()).add((row["n"], row["k"]))
-    few = {1: ", one shape", 2: ", two shapes"}
-    for case in found:
-        yield Case(case.title + few.get(len(shapes[case.title]), ""), case.size, case.ours, case.peers)
+        whole = row.get("variants", {}).get("with_quantizer")
+        both = [(title, row["us"], row["peers"])]
+        both += [(f"{title}, with its quantizer", whole, report.beside_quantizer(row))] if whole else []
+        for name, us, found in both:
+            peers = {_named(peer, row): each for peer, each in found.items() if peer not in OWN}
+            yield Case(name, row["m"], us, peers)
+            if "terrazzo_w4a8" in found:
+                yield Case(f"{name}, over our W4A8", row["m"], us, {"terrazzo_w4a8": found["terrazzo_w4a8"]})
+
+
+def _named(peer: str, row: Mapping[str, Any]) -> str:
+    """torch.mm is in the row's dtype, whatever its name."""
+    return "cublas_bf16" if peer == "cublas_f16" and row["dtype"] == "bfloat16" else peer
 
 
 def attention(result: Mapping[str, Any]) -> Iterator[Case]:
@@ -116,7 +111,6 @@ def engine(result: Mapping[str, Any]) -> Iterator[Case]:
 
 
 KINDS: dict[str, Callable[[Mapping[str, Any]], Iterator[Case]]] = {
-    **{f"{op}_*.json": products for op in ("w4a16", "w4a8", "w4afp8", "w4ax", "w8a8", "weight_only", "mxfp4_fp8")},
     "grouped_h*.json": experts,
     "grouped_mxfp4_h*.json": experts,
     "attention_h*.json": attention,
@@ -124,12 +118,18 @@ KINDS: dict[str, Callable[[Mapping[str, Any]], Iterator[Case]]] = {
     "decode_step_*.json": decode_step,
     "engine_*.json": engine,
 }
-"""Files in benchmarks/results, in the table's order -> what reads their cases."""
-SKIPPED = ("w8a8_experts_h100.json", "w8a8_tiles_h100.json")
-"""Files of single schedules, which are no choice of the library."""
+"""Files in benchmarks/results, after the linear layers' and in the table's order -> what reads their cases."""
+Read = tuple[Path, Callable[[Mapping[str, Any]], Iterator[Case]]]
 
 
-def lines(files: Iterable[tuple[Path, Callable[[Mapping[str, Any]], Iterator[Case]]]]) -> list[tuple[str, ...]]:
+def every(whole: bool = True) -> list[Read]:
+    """Every file that the table reads, with what reads it; not whole: without formats that README leaves out."""
+    titled = {name: partial(products, title=it.title) for name, it in FORMATS.items() if whole or not it.aside}
+    linear = [(path, read) for name, read in titled.items() for path in report.files(name)]
+    return linear + [(path, read) for name, read in KINDS.items() for path in sorted(report.RESULTS.glob(name))]
+
+
+def lines(files: Iterable[Read]) -> list[tuple[str, ...]]:
     """Rows of the table: what, GPU, peers, and for each size the geometric mean and the worst shape.
 
     A case is compared with the fastest of its own peers, so that a row's peer may be another one at each shape.
@@ -138,7 +138,10 @@ def lines(files: Iterable[tuple[Path, Callable[[Mapping[str, Any]], Iterator[Cas
     for path, read in files:
         result = json.loads(path.read_text(encoding="utf-8"))
         gpu = result["gpu"].removeprefix("NVIDIA ").split()[0]
-        outside = ", layers outside the tuned list" * ("_held_out_" in path.name) + " †" * (path.stem in report.LOST)
+        shapes = len({(row["n"], row["k"]) for row in result["rows"] if row.get("us") and "n" in row})
+        few = {1: ", one shape", 2: ", two shapes"}.get(shapes, "") if isinstance(read, partial) else ""
+        outside = few + ", layers outside the tuned list" * ("_held_out_" in path.name)
+        outside += report.lost(result)
         by_title: dict[str, list[Case]] = {}
         for case in read(result):
             by_title.setdefault(case.title + outside, []).append(case)
@@ -153,10 +156,14 @@ def lines(files: Iterable[tuple[Path, Callable[[Mapping[str, Any]], Iterator[Cas
 
 
 def table(gpu: str = "") -> str:
-    """The table of every file, or of one GPU's ("H100"), as README has it."""
-    every = [(path, read) for name, read in KINDS.items() for path in sorted(report.RESULTS.glob(name))]
-    found = [line for line in lines(file for file in every if file[0].name not in SKIPPED) if gpu in line[1]]
+    """The table of every file, or README's of one GPU ("H100"), and the commands that measure its files again."""
+    files = every(whole=not gpu)
+    found = [line for line in lines(files) if gpu in line[1]]
     if not found:
         return "No result file is in benchmarks/results yet; `make bench` writes one on a GPU."
     head = ("", "GPU", "compared with the fastest of", *(str(size) for size in SIZES))
-    return report.markdown(head, found, range(3, len(head)))
+    others = dict.fromkeys(path.name.partition("_h")[0] for path, read in files if not isinstance(read, partial))
+    said = f"Again: `{command('FILE', 'tuned')}` or `held-out`, FILE up to its GPU" + "".join(
+        f"; `python -m benchmarks.{name}`" for name in others
+    )
+    return f"{report.markdown(head, found, range(3, len(head)))}\n\n{said}."

@@ -77,14 +77,20 @@ def bench(
     module: str, seconds: float, priority: int, *flags: str, out: str = "", ahead: bool = True, needs: str = "nvcc"
 ) -> Step:
     """A benchmark program; its result is `out` (default: the program's name) and the GPU's."""
-    # the quantizer's file has no header
-    commit = () if module == "w4a8_quantizer" else ("--commit={commit}",)
-    given = (*flags, "--out", f"{{results}}/{out or module}_{{gpu}}.json", *commit)
+    given = (*flags, "--out", f"{{results}}/{out or module}_{{gpu}}.json", "--commit={commit}")
     name = ".".join(["bench", module, *(flag.strip("-") for flag in flags)])
     compiles = ("-m", "benchmarks.compile_ahead", module, *given) if ahead else ()
     return Step(
         name, ("-m", f"benchmarks.{module}", *given), seconds, priority, "timed", tuple(needs.split()), compiles
     )
+
+
+def linear(formats: str, seconds: int, priority: int) -> Step:
+    """Linear layers of some formats, which compiles while it measures; a file for each that the budget allows."""
+    given = ("-m", "benchmarks.linear", "--formats", formats, "--budget-s", str(seconds))
+    made = (*given, "--out", "{results}", "--commit={commit}")
+    name = f"bench.linear.{formats.partition(',')[0]}"
+    return Step(name, made, seconds + 60, priority, "timed", ("nvcc",), (*given, "--compile-only"))
 
 
 def tune(op: str, seconds: int) -> Step:
@@ -114,8 +120,7 @@ STEPS: tuple[Step, ...] = (
     *suite("gpu/test_grouped_gpu.py", 150),
     *suite("gpu/test_w4a8_fp8_gpu.py", 90),
     *suite("gpu/test_parted_tiles_gpu.py", 70, ahead=True),
-    bench("w4a16", 160, 1),
-    bench("w4a8", 180, 1),
+    linear("w4a16,w4a8,w4afp8", 300, 1),
     *suite("gpu/test_attention_cache_gpu.py", 190, 2, {"ten_thousand": (190, 2)}, ahead=True),
     *suite(
         "gpu/test_w4a8_programs_gpu.py",
@@ -127,8 +132,8 @@ STEPS: tuple[Step, ...] = (
     *suite("test_demo.py", 60, 2),
     *suite("test_examples.py", 90, 2),
     bench("attention", 300, 2),
-    bench("w4a8", 170, 2, "--fp8", out="w4afp8"),
-    bench("w4ax", 160, 2),
+    linear("fp8_block,mxfp4,nvfp4,w8a16_g128,w8a8_blocks", 240, 2),
+    linear("w8a8,w8a8_fp8,mxfp4_fp8,w4ax,w4a16_bf16", 240, 2),
     bench("attention_prefill", 170, 2),
     bench("grouped", 170, 2),
     bench("attention_ragged", 120, 2),
@@ -149,13 +154,11 @@ STEPS: tuple[Step, ...] = (
     *suite("gpu/test_shapes_gpu.py", 120),
     *suite("gpu/test_layer_kernels_gpu.py", 100),
     *suite("gpu/test_vllm_gpu.py", 60, 3),
-    bench("weight_only", 160, 2, ahead=False),
-    bench("w8a8", 120, 2, ahead=False),
+    linear("fp8,w8a16,fp8_block_folded,w8a8_fp8_fast", 160, 3),
     bench("generic_price", 150, 3, ahead=False),
     bench("layer_kernels", 100, 3, ahead=False),
     bench("load_time", 120, 3, ahead=False),
     *suite("gpu/test_sanitizer.py", 300, 3, needs=("nvcc", "compute-sanitizer")),
-    bench("w4a8_quantizer", 100, 3),
     *(tune(op, 90) for op in ("w4a16", "w4a8", "w4ax", "w4a8_fp8", "w4a8_grouped", "w4a16_grouped")),
     tune("w4a8_fp8_grouped", 60),
     *(tune(op, 60) for op in ("attention", "attention_prefill")),

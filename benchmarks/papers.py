@@ -21,7 +21,8 @@ def spread(ratios: Iterable[float], name: str) -> str:
     """Geometric mean, least and most of ratios, and the file that they are of."""
     found = list(ratios)
     said = f"{report.geomean(found):.2f} ({min(found):.2f} to {max(found):.2f})"
-    return f"{said}{' †' * (name in report.LOST)}, [file](benchmarks/results/{name}.json)"
+    mark = report.lost(json.loads((report.RESULTS / f"{name}.json").read_text(encoding="utf-8")))
+    return f"{said}{mark}, [file](benchmarks/results/{name}.json)"
 
 
 def over(name: str, peer: str, ms: Iterable[int], variant: str = "") -> str:

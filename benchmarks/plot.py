@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.headline import NAMES
-from benchmarks.report import LINEAR
+from benchmarks.linear import FORMATS
 
 INK, GRID = "#22303C", "#DADFE3"
 OURS, RIVALS = "#A83E26", ("#3F77A8", "#BF8336", "#4E9160", "#9C5E8C", "#6A7783", "#1F9AA0", "#C2A500", "#7A5236")
@@ -21,7 +21,7 @@ BARS = ("#8A949C", "#BF8336", "#D9B56C", "#9CB7D3", "#3F77A8", "#4E9160", "#A83E
 
 
 def draw(result: Mapping[str, Any], path: Path) -> Path:
-    """Left: geometric mean of the speed-up over cuBLAS f16 by M, peers and goals beside it. Right: each shape of ours.
+    """Left: geometric mean of the speed-up over cuBLAS by M, of ours and of peers. Right: each shape of ours.
 
     Returns:
         The file written, `path` with the suffix .svg.
@@ -32,25 +32,21 @@ def draw(result: Mapping[str, Any], path: Path) -> Path:
     plt = _pyplot()
     rows = report.timed(result)
     if not rows:
-        raise ValueError(f"{path}: no row has a time and a {report.BASELINE} time")
+        raise ValueError(f"{path}: no row has a time and one of cuBLAS in 16 bits")
     figure, (means, shapes) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
     ours = report.speedups(result)
     ms = list(ours)
-    wanted = report.goals_of(result)
-    goals = [m for m in ms if m in wanted]
-    if goals:
-        means.plot(goals, [wanted[m] for m in goals], "_", color=INK, markersize=16, label="goal")
     for name, color in zip(report.peer_names(result), itertools.cycle(RIVALS)):
         table = report.speedups(result, name)
         means.plot(list(table), list(table.values()), "o-", color=color, markersize=4, linewidth=1.2, label=name)
     means.plot(ms, list(ours.values()), "o-", color=OURS, linewidth=2.2, label="terrazzo")
     means.set_title(f"geometric mean over {len({(r['n'], r['k']) for r in rows})} shapes", fontsize=10)
-    means.set_ylabel("speed-up over cuBLAS f16")
+    means.set_ylabel("speed-up over cuBLAS in 16 bits")
     sizes = list(dict.fromkeys((row["n"], row["k"]) for row in rows))
     for index, (n, k) in enumerate(sizes):
         own = [row for row in rows if (row["n"], row["k"]) == (n, k)]
         shade = plt.get_cmap("viridis")(0.95 * index / max(1, len(sizes) - 1))
-        ratios = [row["peers"][report.BASELINE] / row["us"] for row in own]
+        ratios = [report.baseline(row) / row["us"] for row in own]
         shapes.plot([row["m"] for row in own], ratios, ".-", color=shade, linewidth=1, label=f"{n} x {k}")
     shapes.set_title("each shape (N x K)", fontsize=10)
     for axes, columns in ((means, 1), (shapes, 2)):
@@ -64,7 +60,8 @@ def draw(result: Mapping[str, Any], path: Path) -> Path:
         axes.spines[["top", "right"]].set_visible(False)
     setting = rows[0]
     where = f"on {result['gpu']}, {result['date']}"
-    title = f"{report.TITLES[report.operator(result)]} ({setting['dtype']}, group {setting['group']}) {where}"
+    name = next((form.title for name, form in FORMATS.items() if path in report.files(name)), path.stem)
+    title = f"{name} ({setting['dtype']}) {where}"
     return _write(figure, title, path)
 
 
@@ -156,7 +153,7 @@ def kind_of(path: Path) -> Callable[[Mapping[str, Any], Path], Path]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", type=Path, help="result files; default: all of benchmarks/results")
-    every = [path for op in LINEAR for path in report.files(op)]
+    every = [path for name in FORMATS for path in report.files(name)]
     every += [path for pattern in PLOTS for path in sorted(report.RESULTS.glob(pattern))]
     for path in parser.parse_args(argv).files or every:
         draws = kind_of(path)

@@ -1,6 +1,6 @@
 """Lets a machine without a GPU compile what another machine's GPU will launch.
 
-    python -m benchmarks.compile_ahead --gpu nvidia/nvidia-h200 w4a16         the kernels of a benchmark
+    python -m benchmarks.compile_ahead --gpu nvidia/nvidia-h200 attention     the kernels of a benchmark
     pytest tests/gpu --compile-only --gpu nvidia/nvidia-h200                  those of the GPU tests
 
 The kernel cache is then copied to that machine, where they are found if its toolkit and packages are of the same

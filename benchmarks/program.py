@@ -13,9 +13,6 @@ from terrazzo.lowering.errors import TerrazzoError
 
 from benchmarks import report
 
-SHAPES = ((6144, 4096), (28672, 4096), (4096, 14336))
-"""(N, K) of LLaMA-3-8B: q, k, v; gate and up; down."""
-MS = (1, 16, 64, 256, 1024, 4096)
 FLAGS = {
     "quick": "few cases; no file without --out",
     "no-peers": "only ours",
@@ -32,31 +29,6 @@ def parser(name: str, doc: str, budget_ms: float, *flags: str) -> argparse.Argum
     made.add_argument("--out", type=Path, help=f"file to write; default benchmarks/results/{name}_<gpu>.json")
     made.add_argument("--commit", help="of the sources, where git cannot tell")
     return made
-
-
-def layers(
-    made: argparse.ArgumentParser,
-    known: Sequence[str],
-    argv: list[str] | None,
-    more: Callable[[Any], None] | None = None,
-) -> argparse.Namespace:
-    """Options of a program over layers: numbers of tokens `m`, `formats` of those known, `shapes` (N, K). more: reads
-    the program's own options, and raises ValueError for a bad one."""
-    made.add_argument("--m", help="comma-separated numbers of tokens")
-    made.add_argument("--formats", default=",".join(known), help="comma-separated, of " + ", ".join(known))
-    made.add_argument("--shapes", help="comma-separated NxK")
-    o = made.parse_args(argv)
-    try:
-        o.m = tuple(numbers(o.m)) if o.m else MS
-        o.shapes = tuple(tuple(map(int, shape.split("x"))) for shape in o.shapes.split(",")) if o.shapes else SHAPES
-        if more is not None:
-            more(o)
-    except ValueError:
-        made.error("write tokens as 1,16,256, shapes as 4096x4096,6144x4096, tiles as 3 or 256x2x1,128x2x2")
-    o.formats = tuple(o.formats.split(","))
-    if not set(o.formats) <= set(known):
-        made.error(f"--formats {','.join(o.formats)}: must be of {', '.join(known)}")
-    return o
 
 
 def numbers(text: str) -> list[int]:

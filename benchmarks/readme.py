@@ -12,18 +12,20 @@ import argparse
 import difflib
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from benchmarks import choice, gpu_tests, headline, kv_choice, papers, report, shared_records, tables
+from benchmarks.linear import FORMATS, command
 
 ROOT = Path(__file__).parents[1]
 LAYERS = {
     "layer_kernels_*.json": "Kernels between products",
     "grouped_*.json": "Experts",
 }
-"""The same of other files."""
+"""Files of other layers -> their heading in docs/results.md."""
 PICTURES = ("w4a16", "w4a8_wgmma", "kv2_wgmma")
 """Layouts that docs/layouts.md explains, each in a docs/layout_<instance>.svg."""
 
@@ -57,21 +59,28 @@ def operators() -> str:
     return table + "\n\n" + "\n".join(f"- {status}: {STATUS[status]}." for status in used)
 
 
-def figures() -> str:
-    """One table for each result file, with the plot that belongs to it."""
+def products() -> str:
+    """One table for each result file of linear layers, with the plot that belongs to it."""
     parts = []
-    for op, heading in report.LINEAR.items():
+    for name, form in FORMATS.items():
         found = []
-        for path in report.files(op):
+        for path in report.files(name):
             result = report.load(path)
             if report.timed(result):
-                found.append(report.summary_markdown(result, path.relative_to(ROOT).as_posix()))
+                again = result.get("command") or command(name, "held-out" if "_held_out_" in path.name else "tuned")
+                found.append(report.summary_markdown(result, path.relative_to(ROOT).as_posix(), form.title, again))
             found += picture(path, "speed-up by M")
-        parts += [f"### {heading}", *found] * bool(found)
+        parts += [f"## {form.title}", *found] * bool(found)
+    return "\n\n".join(parts) or "No result file is in benchmarks/results yet; `make bench` writes one on a GPU."
+
+
+def figures() -> str:
+    """Tables of what stands between products, and of experts."""
+    parts = []
     for pattern, heading in LAYERS.items():
         found = tables_of({pattern: tables.LAYERS[pattern]})
         parts += [f"### {heading}", *found] * bool(found)
-    return "\n\n".join(parts) or "No result file is in benchmarks/results yet; `make bench` writes one on a GPU."
+    return "\n\n".join(parts) or "No result file is in benchmarks/results yet."
 
 
 def tables_of(makers: Mapping[str, tables.Table]) -> list[str]:
@@ -129,6 +138,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "kv-agreement": kv_choice.agreement,
     "kv-appends": kv_choice.appends,
     "operators": operators,
+    "products": products,
     "figures": figures,
     "attention": of(tables.ATTENTION),
     "whole-models": of(tables.MODELS),
@@ -144,6 +154,7 @@ PAGES = (
     "operators",
     "choosing-a-format",
     "results",
+    "results-products",
     "results-attention",
     "results-models",
     "benchmarks",
@@ -197,16 +208,49 @@ def stale() -> dict[str, str]:
     return found
 
 
+def git(*words: str) -> str:
+    """What git says, "" where it fails or is not there."""
+    try:
+        done = subprocess.run(("git", *words), cwd=ROOT, capture_output=True, encoding="utf-8", check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip() if not done.returncode else ""
+
+
+def unknown_commits() -> list[str]:
+    """Result files of GPUs whose commit is neither in the history nor in `report.LOST`; none where git cannot tell."""
+    if git("rev-parse", "--is-shallow-repository") != "false":
+        return []
+    found = []
+    for path in sorted(report.RESULTS.glob("*_h*00.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        commit = result.get("commit_on_main") or result["commit"]
+        if not report.lost(result) and not git("merge-base", commit, "HEAD").startswith(commit):
+            found.append(f"{path.name}: its commit {commit[:12]} is in no history of HEAD; measure again on main")
+    return found
+
+
+def missing_files(texts: Mapping[str, str]) -> list[str]:
+    """Links of documents to results that are no files."""
+    linked = re.compile(r"\]\((?:\.\./)?(benchmarks/\S+?)\)")
+    links = {(name, link) for name, text in texts.items() for link in linked.findall(text)}
+    return [f"{name}: {link} is no file" for name, link in sorted(links) if not (ROOT / link.split("#")[0]).exists()]
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args(argv)
+    texts = {name: filled(name) for name in DOCUMENTS}
+    if problems := [*unknown_commits(), *missing_files(texts)]:
+        print(*problems, sep="\n", file=sys.stderr)
+        return 1
     if options.check:
         found = stale()
         for name, difference in found.items():
             print(f"{name} is out of date; run `make docs`\n{difference}", file=sys.stderr)
         return 1 if found else 0
-    for name, text in ({name: filled(name) for name in DOCUMENTS} | drawn()).items():
+    for name, text in (texts | drawn()).items():
         (ROOT / name).write_text(text, encoding="utf-8")
     return 0
 

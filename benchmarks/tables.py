@@ -19,8 +19,8 @@ def setting(result: Mapping[str, Any], source: str) -> str:
     copies = f"copies reach {result['copy_gb_s']:.0f} GB/s, " if result.get("copy_gb_s") else ""
     gpus = f"{result['gpus']} of" if result.get("gpus", 1) > 1 else "one"
     where = f"on {gpus} {result['gpu']}, {copies}torch {result['torch']}, {result['date']}, commit {result['commit']}"
-    lost = " † (in no history)" * any(f"/{name}.json" in source for name in report.LOST)
-    return f"{_short(where)}{lost}. Source: [{source}]({source}).{_short(notes)}"
+    lost = " (in no history)" * bool(report.lost(result))
+    return f"{_short(where)}{report.lost(result)}{lost}. Source: [{source}]({source}).{_short(notes)}"
 
 
 def _short(text: str) -> str:

@@ -1,15 +1,18 @@
 """README's table: the fastest peer of each shape, the worst shape, peers of the same run."""
 
 import json
-import subprocess
 
 import pytest
 
-from benchmarks import headline, papers, report
+from benchmarks import headline, papers, readme, report
 
 
 def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.split("|")[4:-1]]
+
+
+def shown(gpu: str = "") -> list[str]:
+    return [line for line in headline.table(gpu).splitlines()[2:] if line.startswith("|")]
 
 
 @pytest.fixture
@@ -36,25 +39,43 @@ def test_each_shape_is_compared_with_its_own_fastest_peer(folder, result):
         shared | {"k": 256, "us": None, "peers": {"vllm_marlin": 1.0}},
     ]
     (folder / "w4a16_h200.json").write_text(json.dumps({**result, "gpu": "NVIDIA H200", "rows": rows}))
-    (line,) = headline.table().splitlines()[2:]
+    (line,) = shown()
     assert line.startswith("| [W4A16](benchmarks/results/w4a16_h200.json) | H200 | cuBLAS f16, Marlin |")
     mean = (2 * 2 * 0.4) ** (1 / 3)
     assert cells(line) == ["", "", f"{mean:.2f} (0.40)", *[""] * 6]
     assert "No result file" in headline.table("H100")
     (folder / "w4a16_held_out_h200.json").write_text(json.dumps({**result, "gpu": "NVIDIA H200", "rows": rows[:2]}))
-    tuned, held = headline.table().splitlines()[2:]
+    tuned, held = shown()
     assert held.startswith("| [W4A16, two shapes, layers outside the tuned list](") and cells(tuned) == cells(line)
+    assert "Again: `python -m benchmarks.linear --formats FILE --shapes tuned` or `held-out`" in headline.table()
+    (folder / "fp8_h200.json").write_text(json.dumps({**result, "gpu": "NVIDIA H200", "rows": rows[:2]}))
+    assert len(shown("H200")) == 2 and len(shown()) == 3  # README leaves other forms of a row to the page of results
 
 
 def test_a_quantizer_inside_of_the_clock_has_a_row_beside_peers_that_need_none(folder, result):
     row = {"op": "w4a8", "m": 1, "n": 64, "k": 64, "dtype": "float16", "format": "u4_lqq", "us": 10.0,
            "variants": {"with_quantizer": 20.0}, "peers": {"cublas_f16": 60.0, "torch_fp8": 15.0}}  # fmt: skip
-    forms = [row, row | {"op": "w8a8", "format": "fp8_block", "variants": {}}]
-    (folder / "w4a8_h100.json").write_text(json.dumps({**result, "gpu": "NVIDIA H100 80GB HBM3", "rows": forms}))
-    alone, whole, blocks = headline.table("H100").splitlines()[2:]
+    (folder / "w4a8_h100.json").write_text(json.dumps({**result, "gpu": "NVIDIA H100 80GB HBM3", "rows": [row]}))
+    alone, whole = shown("H100")
     assert "[W4A8, one shape]" in alone and "| cuBLAS f16, torch fp8 |" in alone and cells(alone)[0] == "1.50 (1.50)"
     assert "[W4A8, with its quantizer, one shape]" in whole and "| cuBLAS f16 |" in whole
-    assert cells(whole)[0] == "3.00 (3.00)" and "[W8A8, e4m3 in blocks, one shape]" in blocks
+    assert cells(whole)[0] == "3.00 (3.00)"
+    paid = row | {"peers_with_quantizer": {"torch_fp8": 18.0}}
+    (folder / "w4a8_h100.json").write_text(json.dumps({**result, "gpu": "NVIDIA H100 80GB HBM3", "rows": [paid]}))
+    assert cells(shown("H100")[1])[0] == "0.90 (0.90)"
+
+
+def test_a_format_beside_our_own_w4a8_has_rows_of_that(folder, result):
+    row = {"op": "w4ax", "m": 4, "n": 64, "k": 64, "dtype": "float16", "format": "s4", "us": 10.0,
+           "variants": {"with_quantizer": 20.0}, "peers": {"cublas_f16": 30.0, "terrazzo_w4a8": 9.0},
+           "peers_with_quantizer": {"terrazzo_w4a8": 15.0}}  # fmt: skip
+    (folder / "w4ax_h100.json").write_text(json.dumps({**result, "gpu": "NVIDIA H100 80GB HBM3", "rows": [row]}))
+    found = {line.split("]")[0].strip("| ["): cells(line)[1] for line in shown()}
+    assert found == {
+        "W4Ax, one shape": "3.00 (3.00)", "W4Ax, over our W4A8, one shape": "0.90 (0.90)",
+        "W4Ax, with its quantizer, one shape": "1.50 (1.50)",
+        "W4Ax, with its quantizer, over our W4A8, one shape": "0.75 (0.75)",
+    }  # fmt: skip
 
 
 def test_peers_of_another_run_are_left_out(folder, result):
@@ -63,26 +84,39 @@ def test_peers_of_another_run_are_left_out(folder, result):
     rows = [ours | {"commit": "a"}, peer, peer | {"kernel": "marlin", "step_ms": 2.2, "commit": "b"}]
     card = {**result, "gpu": "NVIDIA H100 80GB HBM3", "vllm": "0.26.0"}
     (folder / "engine_h100.json").write_text(json.dumps({**card, "rows": [*rows, peer | {"batch": 4}]}))
-    (line,) = headline.table().splitlines()[2:]
+    (line,) = shown()
     assert "| H100 | Machete |" in line and cells(line)[:2] == ["2.50 (2.50)", ""]
     (folder / "engine_h100.json").unlink()
     step = {"ms": 2.0, "new": 1, "k_format": "int4", "weights": "w", "batch": 1, "peers": {"transformers_f16": 6.0}}
     steps = [step | {"commit": "a", "peers_commit": "a"}, step | {"batch": 4, "commit": "b", "peers_commit": "a"}]
     (folder / "decode_step_h100.json").write_text(json.dumps({**card, "rows": steps}))
-    (line,) = headline.table().splitlines()[2:]
+    (line,) = shown()
     assert cells(line)[:2] == ["3.00 (3.00)", ""]
 
 
 def test_result_files_name_commits_of_the_history():
-    """But those of LOST, which no file may join."""
-    git = lambda *words: subprocess.run(["git", *words], cwd=report.RESULTS, capture_output=True, check=False)
-    if git("rev-parse", "--is-shallow-repository").stdout.strip() != b"false":
+    """But those of LOST, which no file may join; `make docs` fails of the same."""
+    if readme.git("rev-parse", "--is-shallow-repository") != "false":
         pytest.skip("needs git and the whole history")
-    known = lambda commit: git("merge-base", "--is-ancestor", commit, "HEAD").returncode == 0
-    files = sorted(report.RESULTS.glob("*_h*00.json"))
-    stated = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in files}
-    lost = {name for name, it in stated.items() if not known(it.get("commit_on_main") or it["commit"])}
-    assert len(stated) > 50 and lost == set(report.LOST)
+    assert readme.unknown_commits() == [] and len(list(report.RESULTS.glob("*_h*00.json"))) > 50
+
+
+def test_docs_fail_where_a_file_has_no_commit_or_a_table_no_file(folder, result, monkeypatch, capsys):
+    if readme.git("rev-parse", "--is-shallow-repository") != "false":
+        pytest.skip("needs git and the whole history")
+    monkeypatch.setattr(readme, "filled", lambda name: "[claim](benchmarks/results/none_h100.json)")
+    monkeypatch.setattr(readme, "drawn", dict)
+    good = readme.git("rev-parse", "HEAD")
+    for commit, said in ((good, ""), ("0" * 40, "0000000"), (f"{report.LOST[0]}0", "")):
+        (folder / "w4a16_h100.json").write_text(json.dumps({**result, "gpu": "NVIDIA H100", "commit": commit}))
+        assert len(readme.unknown_commits()) == bool(said)
+    (folder / "w4a16_h100.json").write_text(json.dumps({**result, "gpu": "NVIDIA H100", "commit": "0" * 40}))
+    written = []
+    monkeypatch.setattr(readme.Path, "write_text", lambda path, text, **how: written.append(path))
+    assert readme.main([]) == 1 and not written
+    error = capsys.readouterr().err
+    assert "w4a16_h100.json: its commit 000000000000 is in no history" in error
+    assert "README.md: benchmarks/results/none_h100.json is no file" in error
 
 
 def test_a_claim_stands_beside_a_file_or_says_that_nothing_was_measured():
@@ -101,7 +135,7 @@ def test_experts_and_attention_are_read_by_what_they_do(folder, result):
     even = layer | {"m": 128, "vllm_triton": 1.0}
     stacks = [layer | {"vllm_triton": 30.0}, layer | {"vllm_triton": 120.0, "torch_bf16": 10.0}, layer, even]
     (folder / "grouped_h200.json").write_text(json.dumps({**result, "gpu": "NVIDIA H200", "rows": stacks}))
-    (line,) = headline.table().splitlines()[2:]
+    (line,) = shown()
     assert "| [W4A16, experts](" in line and "| H200 | torch bf16, vLLM's Triton experts |" in line
     assert cells(line)[2] == f"{3**0.5:.2f} (1.00)"
     (folder / "grouped_h200.json").unlink()
@@ -109,6 +143,6 @@ def test_experts_and_attention_are_read_by_what_they_do(folder, result):
             "mode": "stored", "peers": {"flash_attn3_f16": 9.0}}  # fmt: skip
     rows = [read, read | {"mode": "fresh", "peers": {"flash_attn3_f16": 10.0}}]
     (folder / "attention_prefill_h100.json").write_text(json.dumps({**result, "gpu": "NVIDIA H100", "rows": rows}))
-    stored, fresh = headline.table().splitlines()[2:]
+    stored, fresh = shown()
     assert "read from the cache" in stored and cells(stored)[0] == "0.90 (0.90)"
     assert "read as they are" in fresh and cells(fresh)[0] == "1.00 (1.00)"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -21,14 +21,15 @@ from terrazzo.commands_tune import run_command
 from terrazzo.lowering import bundle, parallel
 from terrazzo.lowering.targets import Target
 
-from benchmarks import compile_ahead, gemm, grouped, host
+from benchmarks import compile_ahead, grouped, host, linear
 from benchmarks.host_steps import NEEDS, STEPS, Step, chosen, missing, plan, workers
 
 ROOT = Path(__file__).parents[1]
 NO_PROGRAMS = {"choice", "compile_ahead", "host", "kv_choice", "plot", "pretended_gpu", "readme", "shared_records"}
 NO_PROGRAMS |= {"w4a8_counters"}
 """Modules of benchmarks/ that run and measure nothing by themselves."""
-NO_PROGRAMS |= {"accuracy", "accuracy_data", "cold_calls", "compile_model", "engine", "train_small", "wheel_calls"}
+NO_PROGRAMS |= {"accuracy", "accuracy_data", "cold_calls", "compile_model", "engine", "engine_table", "train_small"}
+NO_PROGRAMS |= {"wheel_calls"}
 """Those that need a model's folder or make one, which no GPU machine has by itself."""
 NO_PROGRAMS |= {"tensor_parallel"}
 """That wants several GPUs and torchrun."""
@@ -111,9 +112,8 @@ def test_programs_take_the_arguments(step):
             options = context.params
         assert jobs.override(jobs.read_job(ROOT / options["job_file"]), ops=options["ops"]).problems()
     elif module.startswith("benchmarks."):
-        program = import_module(module)
-        read = getattr(program, "arguments", None) or partial(gemm.arguments, program.PROGRAM)
-        assert str(read(given).out).startswith("o/results/") and str(read(given).out).endswith("_h200.json")
+        out = str(import_module(module).arguments(given).out)
+        assert out == "o/results" if module == "benchmarks.linear" else re.fullmatch(r"o/results/\S+_h200.json", out)
 
 
 def test_plan():
@@ -308,12 +308,15 @@ def test_a_benchmark_stops_before_its_first_launch(monkeypatch, capsys):
     asked = []
     monkeypatch.setattr(gemm_bench, "require_gpu", lambda: None)
     monkeypatch.setattr(Target, "detect", lambda: Target.parse("sm_90a"))
-    monkeypatch.setattr(parallel, "compile_many", lambda requests: asked.extend(requests) or [None] * len(requests))
-    assert compile_ahead.main(["w4a16", "--quick", "--m", "16"]) == 0
+    compiled = lambda requests, **how: asked.extend(requests) or [None] * len(requests)
+    monkeypatch.setattr(parallel, "compile_many", compiled)
+    some = ["linear", "--compile-only", "--formats", "w4a16", "--shapes", "tuned", "--m", "16"]
+    assert compile_ahead.main(some) == 0
     assert asked and f"{len(set(asked))} kernels, 0 failed" in capsys.readouterr().out
-    monkeypatch.setattr(parallel, "compile_many", lambda requests: [ValueError("no")])
-    assert compile_ahead.main(["w4a16", "--quick", "--m", "16"]) == 1
-    assert compile_ahead.main(["w4a8", "--count"]) == 1 and "before it compiled" in capsys.readouterr().err
+    monkeypatch.setattr(parallel, "compile_many", lambda requests, **how: [ValueError("no")])
+    assert compile_ahead.main(some) == 1
+    monkeypatch.setattr(linear, "run", lambda *given: 0)
+    assert compile_ahead.main(some) == 1 and "before it compiled" in capsys.readouterr().err
 
 
 def test_a_benchmark_runs_on_kernels_that_another_machine_compiled(monkeypatch, capsys):
@@ -337,7 +340,8 @@ def test_compile_ahead_has_help_and_one_line_for_a_name_that_is_none(capsys):
         assert compile_ahead.main([flag]) == 0 and "python -m benchmarks.compile_ahead" in capsys.readouterr().out
     for name in ("w9a9", "--frob", "no.such", "tables"):
         assert compile_ahead.main([name]) == 2
-        assert capsys.readouterr().err == f"{name}: no benchmark of this name; name a module of benchmarks/, as w4a16\n"
+        said = f"{name}: no benchmark of this name; name a module of benchmarks/, as attention\n"
+        assert capsys.readouterr().err == said
 
 
 def test_pytest_compiles_only(monkeypatch, capsys):

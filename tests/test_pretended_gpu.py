@@ -33,12 +33,13 @@ def run(tmp_path: Path, *command: str) -> subprocess.CompletedProcess:
 
 
 def test_a_benchmark(tmp_path):
-    options = ("--gpu", "nvidia/nvidia-h200", "w4a16", "--quick", "--no-peers", "--m", "1,64")
+    job = ("--compile-only", "--formats", "w4a16", "--shapes", "tuned", "--m", "1,64")
+    options = ("--gpu", "nvidia/nvidia-h200", "linear", *job)
     done = run(tmp_path, "benchmarks.compile_ahead", *options)
     assert done.returncode == 0, done.stderr[-2000:]
     for name in ("w4a16.small_batch", "w4a16.stream_k"):
         assert f"asked for {name} sm_90a" in done.stdout
-    done = run(tmp_path, "benchmarks.compile_ahead", "--gpu", "nvidia/none", "w4a16")
+    done = run(tmp_path, "benchmarks.compile_ahead", "--gpu", "nvidia/none", "linear")
     assert done.returncode == 2 and "nvidia/none" in done.stderr
 
 

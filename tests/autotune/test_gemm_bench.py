@@ -197,24 +197,3 @@ def test_peers(on_the_cpu):
         assert row["peers"] == {"cublas_f16": 10.0, "rival_right": 10.0}
         assert set(row["peers_failed"]) == {"rival_wrong", "rival_unloadable", "rival_failing"}
         assert row["peers_failed"]["rival_failing"] == "RuntimeError: cannot run"
-
-
-def test_the_program_writes_the_file(on_the_cpu, tmp_path, capsys):
-    """benchmarks.w4a16 as a user runs it, with small layers and nothing to compile."""
-    from terrazzo.schedules import models
-
-    from benchmarks import gemm, report, w4a16
-
-    on_the_cpu.setitem(models.MODELS, "tiny", (models.Layer("qkv", 128, 256), models.Layer("o", 64, 384)))
-    on_the_cpu.setattr(gemm, "compile_all", lambda requests: [None] * len(requests))
-    out = tmp_path / "new" / "w4a16_h200.json"
-    assert w4a16.main(["--models", "tiny", "--m", "1,7", "--out", str(out), "--commit", "c0ffee"]) == 0
-    result, said = report.load(out), capsys.readouterr().out
-    assert len(result["rows"]) == 4 and result["commit"] == "c0ffee" and result["seconds"] >= 0
-    assert "4 rows in" in said and "geometric mean" in said
-    assert all(f"peer {name}: not measured, {why}" in said for name, why in result["peers_missing"].items())
-    assert w4a16.main(["--models", "tiny", "--m", "1", "--quick", "--no-peers"]) == 0
-    assert "rows in" not in capsys.readouterr().out
-    with pytest.raises(SystemExit) as end:
-        w4a16.main(["--models", "tiny", "--m", "1", "--compile-only"])
-    assert end.value.code == 0 and "rows in" not in capsys.readouterr().out

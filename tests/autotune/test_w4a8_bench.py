@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
-from terrazzo.autotune import gemm_bench, linear_bench, measure
+from terrazzo.autotune import gemm_bench, linear_bench
 from terrazzo.ops import w4a8
 from terrazzo.ops.w4a8 import QuantizedActivations, reference
 from test_gemm_bench import Rival
 from test_gemm_bench import on_the_cpu as clockless
 
-from benchmarks import w4a8 as program
-from benchmarks.peers import torch_bytes
+from benchmarks.peers import bytes as byte_peers
 from benchmarks.report import FIELDS, ROW_FIELDS
 
 SHAPES = {(128, 256): ("model.qkv",), (64, 384): ("model.o", "other.o")}
@@ -53,7 +51,7 @@ def test_a_run_has_every_field(operator):
     row = result["rows"][-1]
     assert (row["op"], row["m"], row["n"], row["k"], row["group"]) == ("w4a8", 40, 64, 384, 64)
     assert row["us"] == 10.0 and row["peers"] == {"cublas_f16": 10.0} and "failure" not in row
-    assert row["variants"] == {"with_quantizer": 10.0, "quantizer": 10.0}
+    assert row["variants"] == {"with_quantizer": 10.0}
     assert row["bytes"] == 64 * 384 // 2 + 64 * 6 * 2 + 64 * 4  # codes, (scale, offset) for each group, channel scales
     assert row["schedule"].startswith("w4a8.stream_k ") and row["bound"] in ("load", "dequant", "mma")
     assert result["rows"][0]["schedule"].startswith("w4a8.small_batch ")
@@ -73,41 +71,10 @@ def test_wrong_outputs_have_no_time(operator):
 
     operator.setitem(vars(w4a8), "gemm", wrong_from_16_bits)
     for row in bench(ms=(3,))["rows"]:
-        assert row["us"] == 10.0 and "with_quantizer" not in row["variants"]
+        assert row["us"] == 10.0 and "variants" not in row
         assert "1 of" in row["peers_failed"]["with_quantizer"]
     operator.setitem(vars(w4a8), "gemm", wrong)
     assert all(row["us"] is None and "1 of" in row["failure"] for row in bench(ms=(3,))["rows"])
-
-
-def test_the_quantizer_is_timed_where_it_is_right(operator, capsys):
-    operator.setattr(program, "DEVICE", "cpu")
-    options = program.arguments(["--m", "4,1024", "--dtype", "bfloat16"])
-    problems = program.quantizer_problems(options, (64, 64, 9600))
-    assert problems == [(1024, 64, "plain"), (1024, 64, "norm"), (1024, 9600, "plain")]
-    rows = program.time_quantizer([*problems[:2], (3, 64, "smooth")], options, 4000.0)
-    assert [row["share"] for row in rows] == [round(row["m"] * (3 * 64 + 8) / 10.0 / 4e6, 4) for row in rows]
-    assert [row["copy_us"] for row in rows] == [10.0] * 3
-    right = vars(w4a8)["quantize_activations"]
-    operator.setitem(vars(w4a8), "quantize_activations", lambda x, **given: right(x + 1, **given))
-    (wrong,) = program.time_quantizer(problems[:1], options, 4000.0)
-    out = capsys.readouterr().out
-    assert wrong["us"] is None and "FAILED: codes" in out
-    assert out.count("torch copies as many bytes in     10.00 us") == 3
-
-
-def test_the_copy_beside_the_quantizer_moves_its_bytes(monkeypatch):
-    """x read, codes, scales and sums written; the faster of torch's two ways counts."""
-    monkeypatch.setattr(program, "DEVICE", "cpu")
-    times, moved = iter((7.0, 5.0)), []
-
-    def time_calls(calls, budget_ms):
-        moved.append([2 * call().nbytes for call in calls])
-        return SimpleNamespace(us=next(times))
-
-    monkeypatch.setattr(measure, "time_calls", time_calls)
-    assert program.time_copy(1 << 12, 1 << 14, 1.0) == 5.0
-    assert [set(each) for each in moved] == [{1 << 12}] * 2
-    assert all(sum(each) > measure.L2_FACTOR * (1 << 14) for each in moved)
 
 
 class Prepared(Rival):
@@ -129,14 +96,17 @@ def test_the_8_bit_peers_judge_themselves():
     rng = torch.Generator().manual_seed(0)
     weight = linear_bench.random_weight(64, 128, SETTINGS(), rng)
     x, dense = torch.randn(5, 128, generator=rng).half(), linear_bench.dense_of(weight, torch.float16)
-    int8, fp8 = torch_bytes.TorchInt8(), torch_bytes.TorchFp8()
+    int8 = byte_peers.TorchInt8()
     (loaded,) = int8.load(weight, dense, lambda nbytes: 1)
     sums = (int8.prepare(x, loaded).double() @ loaded.double().T).int()
     assert int8.wrong(sums, x, loaded) == "" and int8.wrong(sums + 1, x, loaded)
-    (loaded,) = fp8.load(weight, dense, lambda nbytes: 1)
-    (a, sa), (b, sb, _) = fp8.prepare(x, loaded), loaded
-    y = (a.float() @ b.float().T * sa * sb).half()
-    assert fp8.wrong(y, x, loaded) == "" and fp8.wrong(y * 1.05, x, loaded)
+    for fp8 in (byte_peers.TorchFp8(), byte_peers.TorchFp8(rows=True)):
+        (loaded,) = fp8.load(weight, dense, lambda nbytes: 1)
+        codes, scales = fp8.prepare(x, loaded)
+        assert scales.shape == ((5, 1) if fp8.rows else (1, 1))
+        y = (codes.double() @ loaded.rows(torch.arange(64)).T * scales).half()
+        assert fp8.wrong(y, x, loaded) == "" and fp8.wrong(y * 1.05, x, loaded)
+        assert (loaded.rows(torch.arange(64)) - dense.double()).norm() < 0.04 * dense.double().norm()
     assert (dense.double() - weight.dequantize()).abs().max() < 2e-3 * dense.abs().max()
-    assert all(peer.missing() for peer in torch_bytes.PEERS) or torch.cuda.is_available()
+    assert all(peer.missing() for peer in (*byte_peers.FP8, int8)) or torch.cuda.is_available()
     assert gemm_bench.DEVICE == "cuda"

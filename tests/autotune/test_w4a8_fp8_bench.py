@@ -9,7 +9,7 @@ from terrazzo.ops.w4a8 import QuantizedActivations, fp8, fp8_reference
 from test_gemm_bench import Rival
 from test_gemm_bench import on_the_cpu as clockless
 
-from benchmarks.report import FIELDS, ROW_FIELDS, goals_table
+from benchmarks.report import FIELDS, ROW_FIELDS
 
 SHAPES = {(128, 256): ("model.qkv",), (64, 384): ("model.o", "other.o")}
 on_the_cpu = clockless
@@ -45,10 +45,9 @@ def test_a_run_has_every_field(operator):
     row = result["rows"][-1]
     assert (row["op"], row["m"], row["n"], row["k"], row["group"]) == ("w4a8_fp8", 40, 64, 384, 128)
     assert row["us"] == 10.0 and row["peers"] == {"cublas_f16": 10.0, "rival": 10.0} and "failure" not in row
-    assert row["variants"] == {"with_quantizer": 10.0, "quantizer": 10.0}
+    assert row["variants"] == {"with_quantizer": 10.0}
     assert row["bytes"] == 64 * 384 // 2 + 64 * 3 * 2 + 64 * 4  # codes, a factor for each group, channel scales
     assert row["schedule"].startswith("w4a8.stream_k ") and row["bound"] in ("load", "dequant", "mma")
-    assert not any("against cuBLAS" in what for what, *_ in goals_table(result))  # none are set for it
 
 
 def test_a_wrong_product_is_not_timed(operator):
