@@ -99,6 +99,10 @@ class LinearShape(Shape):
         packed = weight.pack(target=self.target if self.product.planned else None)
         return weight, packed, tuple(planes), dense_of(weight, self.dtype)
 
+    def drop(self) -> None:
+        self.part = None
+        super().drop()
+
     def problem(self) -> Facts:
         """The facts of the weight."""
         own = dict(dtype=self.settings.dtype, group=self.settings.size(self.k), symmetric=self.settings.symmetric)

@@ -94,7 +94,7 @@ def test_every_format_is_measured_by_its_own_rows(ours, tmp_path, name):
     most = 0.15 if name == "w4ax" else 0.05  # int4 activations round more
     assert set(row["errors"]) == {"terrazzo", "rival_right"} and row["errors"]["terrazzo"] < most
     assert ("with_quantizer" in row.get("variants", {})) == (not linear_bench.BY_RECORD[row["op"]].wide)
-    assert row["group"] in (16, 32, 128, 512) and row["dtype"] == linear.FORMATS[name].dtype
+    assert row["group"] in (16, 32, 64, 128, 512) and row["dtype"] == linear.FORMATS[name].dtype
     assert result["tokens"] == [3] and result["shapes"] == "tuned" and "clocks" in result
 
 
