@@ -84,7 +84,6 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     import torch
     from llmcompressor import oneshot
-    from llmcompressor.modeling.moe.linearize import load_quantizable_moe
     from llmcompressor.pipelines.cache import IntermediatesCache
     from torch.utils.data import DataLoader
     from transformers import AutoModelForCausalLM
@@ -92,8 +91,7 @@ def main() -> None:
     if not torch.accelerator.is_available():  # llm-compressor 0.14 pins memory there, which torch refuses
         IntermediatesCache.pin_memory = lambda self, *given, **more: None
     options = dict(local_files_only=True, use_safetensors=True, trust_remote_code=asked["trust"])
-    with load_quantizable_moe():
-        model = AutoModelForCausalLM.from_pretrained(asked["folder"], dtype=getattr(torch, asked["dtype"]), **options)
+    model = AutoModelForCausalLM.from_pretrained(asked["folder"], dtype=getattr(torch, asked["dtype"]), **options)
     rows = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in torch.tensor(asked["tokens"])]
     oneshot(
         model=model, recipe=recipe(asked), dataset=DataLoader(rows, batch_size=1), num_calibration_samples=len(rows),

@@ -227,7 +227,7 @@ def test_gptq_is_nearer_on_its_text_than_rounding_and_becomes_w4a8(source, tmp_p
     quantize_folder(source, tmp_path / "rtn", "w4a16-g128-sym", **CPU, options={"clip_steps": 1})
     assert outputs_off(tmp_path / "gptq", source) < outputs_off(tmp_path / "rtn", source)
     errors = quantize_folder(tmp_path / "gptq", tmp_path / "w4a8", "w4a8-g128", **CPU)
-    assert len(errors) == 8 and all(0 < error < 0.06 for error in errors.values())
+    assert len(errors) == 8 and 0.001 < max(errors.values()) < 0.06  # rows of one group are exact
     assert terrazzo.load(tmp_path / "w4a8", **CPU)(TEXT[:1]).logits.isfinite().all()
 
 
