@@ -129,8 +129,13 @@ def _channel(bits: int, group: int) -> Support:
 
 REGISTRY: tuple[Support, ...] = (
     _linear(wide.W4A16, "awq", "from_awq", "version gemm; auto-round's auto_awq"),
-    _linear(wide.W4A16, "gptq", "from_gptq", "v1: zero points stored minus one; act-order; auto-round's auto_gptq"),
-    _linear(wide.W4A16, "gptq_v2", "from_gptq", "act-order; auto-round's own"),
+    _linear(
+        wide.W4A16,
+        "gptq",
+        "from_gptq",
+        "4 bits, or 2 packed in 4; v1: zero points stored minus one; act-order; auto-round's auto_gptq",
+    ),
+    _linear(wide.W4A16, "gptq_v2", "from_gptq", "4 bits, or 2 packed in 4; act-order; auto-round's own"),
     _linear(wide.W4A16, "compressed_tensors", "from_compressed_tensors", "pack-quantized; actorder"),
     _linear(wide.W4A16, "rtn", "quantize", "float weight, round to nearest with searched clipping"),
     _linear(

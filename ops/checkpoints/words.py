@@ -1,6 +1,6 @@
-"""Words of 4-bit or 8-bit codes in checkpoints, and checks of the tensors that hold them.
+"""Words of codes of 2, 4 or 8 bits in checkpoints, and checks of the tensors that hold them.
 
-Every word is an int32 that holds 8 codes, nibble i in bits 4i..4i+3, or 4 of 8 bits, byte i in bits 8i..8i+7.
+Every word is an int32 that holds 8 codes, nibble i in bits 4i..4i+3, or 16 of 2 bits, or 4 of 8 bits, in that order.
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ if TYPE_CHECKING:
 
 def nibbles(words: torch.Tensor) -> torch.Tensor:
     """int32 [R, C] -> uint8 [R, 8C]: the nibbles of each word in natural order."""
-    import torch
-
-    values = word_bytes(words, *words.shape, 4)
-    return torch.stack([values & 15, values >> 4], dim=-1).view(words.shape[0], -1)
+    return codes_of(words, 4)
 
 
 def codes_of(words: torch.Tensor, bits: int) -> torch.Tensor:
     """int32 [R, C] -> uint8 [R, 32 C / bits]: the codes of each word in natural order."""
-    return nibbles(words) if bits == 4 else word_bytes(words, words.shape[0], -1)
+    return parts_of(word_bytes(words, words.shape[0], -1), bits)
+
+
+def parts_of(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 [..., 8 C / bits]: the codes of each byte of [..., C], from its lowest bits on."""
+    import torch
+
+    return torch.stack([values >> at & (1 << bits) - 1 for at in range(0, 8, bits)], dim=-1).flatten(-2)
 
 
 def word_bytes(words: torch.Tensor, *shape: int) -> torch.Tensor:

@@ -87,13 +87,13 @@ def read_gptq(
     """GPTQ (AutoGPTQ, GPTQModel): w[k, n] = (q - z[g_idx[k]]) * s[g_idx[k]], codes packed along K, zero points along N.
 
     Args:
-        qweight: int32 [K/8, N].
-        qzeros: int32 [G, ceil(N/8)]; None only for a symmetric layer.
+        qweight: int32 [K/8, N], of 2 bits [K/16, N].
+        qzeros: int32 [G, ceil(N/8)], of 2 bits [G, ceil(N/16)]; None only for a symmetric layer.
         scales: f16 [G, N].
         g_idx: int32 [K], group of each input channel; None means k // group_size.
         bias: [N].
         group_size: what the config states (-1: one group); None takes ceil(K / G).
-        bits: what the config states; only 4 is read.
+        bits: what the config states, 4 or 2. Codes of 2 bits are packed in 4, with the values that they have.
         version: "gptq" (v1: zero points are stored minus one) or "gptq_v2"; None accepts only a layer whose zero
             points tell (every stored nibble 7 is a symmetric v1 layer, every 8 a symmetric v2 one).
         symmetric, desc_act: what the config states; a contradiction with the tensors is an error. None believes the

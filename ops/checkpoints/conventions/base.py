@@ -44,7 +44,7 @@ class Leaf:
     def features(self, dim: int, bits: int) -> int | str:
         """Features of dimension `dim` in one element, or GROUP."""
         _, per = (self.n, self.k)[dim]
-        return (4 if bits == 8 else 8) if per == WORD else per
+        return {2: 16, 8: 4}.get(bits, 8) if per == WORD else per
 
 
 BIAS = Leaf("bias", n=(0, 1), optional=True)

@@ -20,7 +20,15 @@ from terrazzo.ops.checkpoints.conventions.base import (
 )
 from terrazzo.ops.checkpoints.groups import by_index
 from terrazzo.ops.checkpoints.patterns import matches
-from terrazzo.ops.checkpoints.words import check_bits, check_float, check_index, check_words, codes_of, word_bytes
+from terrazzo.ops.checkpoints.words import (
+    check_bits,
+    check_float,
+    check_index,
+    check_words,
+    codes_of,
+    parts_of,
+    word_bytes,
+)
 from terrazzo.ops.weight_only.integers import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -46,7 +54,10 @@ def unpack_gptq(
     zero_overflow: str = "wrap",
     code_bits: int = 4,
 ) -> QuantizedWeight:
-    """Codes of a layer; arguments and errors as of `w4a16.read_gptq`. code_bits: what the caller reads, 4 or 8."""
+    """Codes of a layer; arguments and errors as of `w4a16.read_gptq`. code_bits: what the caller reads, 4 or 8.
+
+    Codes of 2 bits lie in the middle of those of 4: both are that much larger, codes and zero points.
+    """
     import torch
 
     if version not in (None, "gptq", "gptq_v2"):
@@ -60,19 +71,21 @@ def unpack_gptq(
     if code_bits == 8 and zero_overflow != "wrap":
         constraint = "zero point 256 has no byte"
         raise ArgumentError("zero_overflow", zero_overflow, constraint, "use 'wrap'")
-    check_bits(bits, wanted=code_bits)
-    each, zero = 32 // code_bits, 1 << code_bits - 1
+    stored = 2 if (bits, code_bits) == (2, 4) else code_bits
+    check_bits(bits, wanted=stored)
+    each, zero = 32 // stored, 1 << stored - 1
+    larger = (1 << code_bits - 1) - zero
     check_float("scales", scales, "[G, N]")
     groups, n = scales.shape
     rows = check_words("qweight", qweight, (None, n))[0]
     if g_idx is not None:
         check_index("g_idx", g_idx)
         if len(g_idx) and rows * each != len(g_idx):
-            check_bits(rows * 32 / len(g_idx), wanted=code_bits)
+            check_bits(rows * 32 / len(g_idx), wanted=stored)
     zeros = None
     if qzeros is not None:
         check_words("qzeros", qzeros, (groups, -(-n // each)))
-        zeros = _zeros(codes_of(qzeros, code_bits)[:, :n], version, symmetric, zero_overflow, code_bits)
+        zeros = _zeros(codes_of(qzeros, stored)[:, :n], version, symmetric, zero_overflow, stored)
     elif symmetric is False:
         raise ArgumentError(
             "qzeros", None, "an asymmetric layer needs its zero points", "add the layer's qzeros tensor"
@@ -85,11 +98,9 @@ def unpack_gptq(
             f"the config says so, but zero points read as {version} are {seen}, not {zero}",
             "the layer may be of the other GPTQ version: pass version='gptq_v2' or 'gptq' (config: checkpoint_format)",
         )
-    codes = word_bytes(qweight, rows, n, 4)  # along K: [32 K / bits, N, words] -> [N, K]
-    if code_bits == 4:
-        codes = torch.stack([codes & 15, codes >> 4], dim=-1).view(rows, n, 8)
-    codes = codes.permute(1, 0, 2).reshape(n, rows * each)
-    zeros = None if zeros is None else zeros.T
+    codes = parts_of(word_bytes(qweight, rows, n, 4), stored)  # along K: [K / each, N, each] -> [N, K]
+    codes = codes.permute(1, 0, 2).reshape(n, rows * each) + larger
+    zeros = None if zeros is None else zeros.T + larger
     return by_index(codes, scales.T, zeros, g_idx, bias, group_size, desc_act, code_bits)
 
 

@@ -25,6 +25,9 @@ def words(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torc
 
 def stored(convention: str, seed: int = 0, n: int = N, k: int = K, group: int = G) -> tuple[dict, torch.Tensor]:
     """(tensors of a layer by what stands behind its prefix, the float64 weight that they mean)."""
+    if convention.startswith("gptq2"):
+        made, weight = two_bits(seed, n, k, group, convention == "gptq2_sym")
+        return {leaf: t.contiguous().clone() for leaf, t in made.items()}, weight
     rng = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 16, (n, k), generator=rng)
     zeros = torch.randint(1, 16, (n, k // group), generator=rng)
@@ -58,6 +61,18 @@ def stored(convention: str, seed: int = 0, n: int = N, k: int = K, group: int = 
     else:
         raise KeyError(convention)
     return {leaf: t.contiguous().clone() for leaf, t in made.items()}, weight
+
+
+def two_bits(seed: int, n: int, k: int, group: int, symmetric: bool) -> tuple[dict, torch.Tensor]:
+    """GPTQ v1 in 2 bits: field i of word c is the code of k = 16c + i, zero points along N less one."""
+    rng = torch.Generator().manual_seed(seed)
+    fields = lambda t: (t.long().view(len(t), -1, 16) << 2 * torch.arange(16)).sum(-1).to(torch.int32)
+    codes, zeros = torch.randint(0, 4, (n, k), generator=rng), torch.randint(1, 4, (n, k // group), generator=rng)
+    zeros = torch.full_like(zeros, 2) if symmetric else zeros
+    scales = (torch.rand(n, k // group, generator=rng) + 0.5).half()
+    spread = lambda t: t.repeat_interleave(group, 1)
+    made = {"qweight": fields(codes).T, "qzeros": fields((zeros - 1).T), "scales": scales.T}
+    return made, (codes - spread(zeros)).double() * spread(scales).double()
 
 
 def compressed(x: dict | None = None, **weights: Any) -> dict[str, Any]:
@@ -104,6 +119,8 @@ KINDS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "gptq": ("gptq", GPTQ, w4a16),
     "gptq_sym": ("gptq_sym", GPTQ | {"sym": True}, w4a16),
     "gptq_v2": ("gptq_v2", GPTQ | {"checkpoint_format": "gptq_v2"}, w4a16),
+    "gptq2": ("gptq2", GPTQ | {"bits": 2}, w4a16),
+    "gptq2_sym": ("gptq2_sym", GPTQ | {"bits": 2, "sym": True}, w4a16),
     "auto_round": ("auto_round_sym", AUTO_ROUND, w4a16),
     "pack": ("pack", compressed(), w4a16),
     "pack_asym": ("pack_asym", compressed(symmetric=False), w4a16),
