@@ -423,7 +423,7 @@ class Database:
         """Delete the trials that match everything given; how many there were. Nothing given deletes nothing.
 
         Args:
-            sources: delete those of other library sources than this digest. before: unix time. failed: only without a
+            sources: delete trials of other library sources than this digest. before: unix time. failed: only without a
                 time.
         """
         rules = [("gpu = ?", gpu), ("sources IS NOT ?", sources), ("created < ?", before)]
@@ -514,7 +514,7 @@ def spaces_of(trials: Sequence[Trial]) -> dict[str, Any]:
     """Every tried schedule of some problems of one GPU as a file to replay searches with; us is null where it failed.
 
     Raises:
-        ArgumentError: no trials, or those of several GPUs.
+        ArgumentError: no trials, or trials of several GPUs.
     """
     gpus = sorted({it.machine.gpu for it in trials})
     if len(gpus) != 1:

@@ -128,7 +128,7 @@ def enabled(
 ) -> Iterator[None]:
     """Inside, an operator that meets a weight and a bucket of M without a tuned record measures schedules first.
 
-    The work happens in other processes on the GPU that is asked for, the current one among equal ones, so the first
+    The work happens in other processes on the GPU that is asked for, the current one among equal ones. So the first
     call takes up to `budget`; later calls, also those after the block, use what was found. A target that is none of the
     GPUs here is not tuned. Off by default; M is tuned at its bucket's upper end (8, 16, 32, ...).
 

@@ -1,5 +1,5 @@
-"""Linear layers beside cuBLAS f16 (and peers that a caller brings) over shapes and numbers of tokens, outputs checked
-first.
+"""Linear layers compared with cuBLAS f16 (and peers that a caller brings) over shapes and numbers of tokens. Outputs
+are checked first.
 
 `bench` measures rows of a `Shape`: `linear_bench` has those of every product.
 """
@@ -111,7 +111,7 @@ class Settings:
         symmetric: without zero points.
         seed: of weights and activations.
         budget_ms: GPU time for each measurement.
-        peers: measured beside cuBLAS where their package is installed.
+        peers: measured besides cuBLAS where their package is installed.
         checked: so many output features, the last ones, are held against the bound; 0: all. `errors` is of all.
     """
 

@@ -39,11 +39,11 @@ class Job:
             the strategy. trials: of one problem, at most; 0 for no limit. patience: trials without progress after
             which a problem ends; 0 for never.
         budget_s: seconds for all of it, 0 for no limit. budget_trials: trials for all of it, 0 for no limit.
-        confirm: best schedules of each problem that are measured again beside the heuristic's in the end.
+        confirm: best schedules of each problem that are measured again together with the heuristic's in the end.
         measure_ms: GPU time of one trial. peers: time cuBLAS too.
         most, within, wide: of a problem's space, see `spaces.Space.candidates`. sample: of that, only the heuristic's
             schedule and a random choice of so many in all; 0 for everything.
-        tables: files of records, of another GPU too, whose schedules are tried right behind the heuristic's.
+        tables: files of records, of another GPU too, whose schedules are tried right after the heuristic's.
         parts: jobs that name further problems; only the fields that name problems are theirs.
     """
 

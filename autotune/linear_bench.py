@@ -1,4 +1,4 @@
-"""Rows of linear layers of every product: data, oracles, and calls beside cuBLAS f16 and 8-bit peers.
+"""Rows of linear layers of every product: data, oracles, and calls compared with cuBLAS f16 and 8-bit peers.
 
 A row's `us` is the product of activations, quantized outside of the clock, with the packed weight. Its `variants` are
 other calls of ours on the same data: `with_quantizer` (16-bit x, both kernels), and of W4Ax with two-level scales

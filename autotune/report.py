@@ -53,7 +53,7 @@ td.more { border-top: 0; font-size: 0.75rem; } summary { cursor: pointer; paddin
 
 @dataclass(frozen=True)
 class Point:
-    """One problem's best schedule beside its bounds.
+    """One problem's best schedule compared with its bounds.
 
     Attributes:
         us, heuristic_us, peer_us: microseconds, None where not measured. peer: whose, "" of none.

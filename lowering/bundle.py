@@ -196,8 +196,8 @@ def load_bundle(
 
     Raises:
         ArgumentError: no path, layouts that are no names, or an owner that is no user.
-        BundleError: the bundle is incomplete or altered, may hold another user's code, needs a newer driver, or was
-            made for another target, terrazzo, machine or layout, or from other sources than this installation would
+        BundleError: the bundle is incomplete or altered, may hold another user's code, or needs a newer driver; it was
+            made for another target, terrazzo, machine or layout; or from other sources than this installation would
             build its kernels from.
     """
     installed, (bundle, kernels) = _names(layouts), _verified(path, owner)

@@ -36,7 +36,7 @@ class BundledKernel:
         return (self.bundle / self.library).parent
 
     def code(self) -> bytes:
-        """kernel.so, compared with the sha256 that the manifest has and with the identity behind its code.
+        """kernel.so, compared with the sha256 that the manifest has and with the identity after its code.
 
         Raises:
             BundleError: it is another one, or gone.

@@ -195,7 +195,7 @@ def get_or_build(
     seconds (LOCK_TIMEOUT_S; a stopped process, a network file system without locks), the kernel is built without it.
 
     Args:
-        meta: what the manifest says beside key, time and files; an identity is also written behind the code.
+        meta: what the manifest says beside key, time and files; an identity is also written after the code.
         kind: KERNELS or BYTECODE.
 
     Raises:
@@ -311,7 +311,7 @@ _FIELDS |= {"tensor_instructions": list}
 
 
 def clear() -> dict[str, int]:
-    """Remove every entry, quarantined ones, those of older versions and what killed builds left.
+    """Remove every entry, quarantined ones, entries of older versions and what killed builds left.
 
     Returns {"entries": removed, "bytes": freed}. Kernels that a process has loaded stay usable there; builds in
     progress are left alone, and so is everything whose name was not made here.

@@ -274,7 +274,7 @@ def read_listed(folder: Folder, manifest: Mapping[str, Any], name: str) -> bytes
 
 
 def mark_library(library: Path, identity: str) -> None:
-    """Write the identity of its request behind a shared object's last section, where loaders do not look."""
+    """Write the identity of its request after a shared object's last section, where loaders do not look."""
     if _mark(library.read_bytes()) != identity:
         with library.open("ab") as file:
             file.write(_MARK + identity.encode())

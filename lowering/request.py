@@ -30,12 +30,12 @@ class KernelRequest:
         target: anything `Target.parse` accepts. It is narrowed to its architecture's default device: a kernel may
             depend on the architecture only, whatever else it needs of a device (its SM count, say) goes into `params`.
         pass_configs: TileLang pass options with scalar values (mapping or pairs).
-        flags: further nvcc flags. "ptx=compute_80" embeds PTX of that virtual architecture beside the machine code, so
+        flags: further nvcc flags. "ptx=compute_80" embeds PTX of that virtual architecture next to the machine code, so
             that newer GPUs can translate the kernel when they load it.
 
     Raises:
-        ArgumentError: a name that is no string, an entry that is not "module:function", a param that is no scalar, a
-            flag that is no string, a malformed ptx flag.
+        ArgumentError: a name or a flag that is no string; an entry that is not "module:function"; a param that is no
+            scalar; a malformed ptx flag.
     """
 
     name: str

@@ -148,7 +148,7 @@ def check_length(longest: int, new: int, limit: int | None, argument: str = "pro
     """Refuse sequences that the model has no positions for.
 
     Args:
-        longest: tokens of the longest sequence. new: tokens that are generated behind it. limit: of `positions`; None
+        longest: tokens of the longest sequence. new: tokens that are generated after it. limit: of `positions`; None
             for none. argument: whose sequences they are.
 
     Raises:

@@ -120,7 +120,7 @@ class Decoder(nn.Module):
     """Embedding, layers and last norm: tokens in, hidden states out.
 
     Args:
-        embedding: float [vocabulary, hidden]. layers: in order. norm: behind the last one.
+        embedding: float [vocabulary, hidden]. layers: in order. norm: after the last one.
         rotaries: of each kind that layers name. scale: of the embeddings, sqrt(hidden) in Gemma.
     """
 

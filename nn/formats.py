@@ -97,7 +97,7 @@ class Format:
         return [self.quantize(w.detach(), bias, **options) for w, bias in zip(experts, biases)]
 
     def quantize(self, weight: torch.Tensor, bias: torch.Tensor | None = None, **options: Option) -> Packed:
-        """The packed weight of a float one [N, K], on its device; options are those of the family's `quantize`.
+        """The packed weight of a float one [N, K], on its device; options are as in the family's `quantize`.
 
         Without a `plan`, "w4ax" takes magnitudes of the weight's columns in the place of calibrated activations.
         """

@@ -1,7 +1,7 @@
 """Decoding loops: a prompt for each sequence in, new tokens out, one CUDA graph for each step.
 
 The step is captured once for all its replays: embedding, layers, head, and the lengths that grow on the device.
-Choosing a token is torch operators behind it. The host reads the tokens of a step while the next one runs, and with
+Torch operators after it choose a token. The host reads the tokens of a step while the next one runs, and with
 them whether a sequence's logits were finite.
 """
 
@@ -144,7 +144,7 @@ class Sampling:
         return [getattr(logits_process, name)(value) for name, value in given]
 
     def chooser(self, device: torch.device) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]:
-        """tokens int64 [B] of logits [B, vocabulary] behind tokens int64 [B, T], which a repetition penalty reads."""
+        """tokens int64 [B] of logits [B, vocabulary] after tokens int64 [B, T], which a repetition penalty reads."""
         processors = self.processors()
         if not self.temperature and not processors:
             return lambda logits, text: logits.argmax(-1)
@@ -283,8 +283,8 @@ def generate(
         max_new_tokens: of each sequence.
         sampling: how tokens are chosen; None is greedy.
         eos_token_id: token, or tokens, that end a sequence. None: all sequences get max_new_tokens.
-        on_tokens: called in order with each step's token of each sequence, None for those that have ended; a step
-            behind the device. Returning True ends the loop, returning a list of sequences' numbers ends these.
+        on_tokens: called in order with each step's token of each sequence, None for each that has ended; a step
+            later than the device. Returning True ends the loop, returning a list of sequences' numbers ends these.
         cache: where keys and values go; None makes one of the needed size. Its sequences are freed again.
 
     Raises:
@@ -341,7 +341,7 @@ def _agreed(sampling: Sampling, ranks: TensorParallel | None, device: torch.devi
 
 
 class _Loop:
-    """Steps behind a prefill."""
+    """Steps after a prefill."""
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ class RMSNorm(nn.Module):
             h: float16 or bfloat16 [T, hidden], the residual. delta: what is added to it first, alike, or None.
             post: norm of delta itself.
 
-        Sum, norm and what the layer multiplies are one kernel. W4Ax takes two behind a norm of delta itself.
+        Sum, norm and what the layer multiplies are one kernel. W4Ax takes two after a norm of delta itself.
         """
         form = products.rows_form(layer)
         if form is not None and (made := self._in_one(h, delta, post, form)) is not None:

@@ -28,7 +28,7 @@ class TensorParallel:
         rank, world: which of how many. group: of torch.distributed, None for the default one.
 
     Raises:
-        ArgumentError: no rank, or not those of the group.
+        ArgumentError: no rank, or not the ranks of the group.
     """
 
     rank: int

@@ -37,7 +37,7 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 class Pieces:
     """The text of one sequence, token by token, cut where no character is broken.
 
-    The newest tokens are decoded behind those of the last piece: what a token stands for depends on the one before
+    The newest tokens are decoded after the tokens of the last piece: what a token stands for depends on the one before
     it (spaces of SentencePiece), and a character can take several tokens.
 
     Args:
@@ -76,7 +76,7 @@ class Cut:
         self.stops, self.waiting, self.ended = stops, "", False
 
     def push(self, piece: str) -> str:
-        """What this piece makes sure of the text, "" behind its end."""
+        """What this piece makes sure of the text, "" after its end."""
         if self.ended:
             return ""
         text = self.waiting + piece
@@ -115,7 +115,7 @@ def generate(
     trust_remote_code: bool = False,
     **unknown: object,
 ) -> list[str]:
-    """The text that a model writes behind each prompt.
+    """The text that a model writes after each prompt.
 
     Prompts may differ in length: nothing is padded. A sequence ends at an end token of the model's generation config,
     of its config.json where that has none, or else of the tokenizer; at a string of `stop`; or after max_new_tokens.

@@ -37,7 +37,7 @@ class _Kept(dict):
 
 @dataclass
 class _Entry:
-    """made: when the owner was in `state`, on `stream`, where `event` was recorded behind it; None once it has ended.
+    """made: when the owner was in `state`, on `stream`, where `event` was recorded after it; None once it has ended.
     beside: what must live as long."""
 
     state: tuple
@@ -67,7 +67,7 @@ def keep(owner: Any, key: tuple, state: tuple, make: Callable[[], torch.Tensor],
     """What `make` returns, kept with `owner`; in a capture it has no value yet, and is not kept.
 
     Kernels read it before the one ahead of them on the stream has ended (programmatic dependent launch), so a tiny
-    kernel stands behind its last writer.
+    kernel stands after its last writer.
 
     Args:
         state: what changes when the owner does. beside: objects whose ids are part of the key or of the state.

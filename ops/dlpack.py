@@ -186,7 +186,7 @@ class _Handed:
 
 
 def _keep(array: Any, tensor: torch.Tensor, taker: Callable[[Any], Any]) -> Any:
-    """`array`, of the tensor's memory: torch has that again behind what the library does when it drops the array."""
+    """`array`, of the tensor's memory: torch has that again after what the library does when it drops the array."""
     import torch
 
     if not tensor.is_cuda:

@@ -153,7 +153,7 @@ def kernel_requests(
 
     Args:
         n, k: of the weight. m: numbers of tokens.
-        group_size: 128 for scales of blocks, k for those of rows or of the tensor. scale_dtype: of blocks.
+        group_size: 128 for scales of blocks, k for scales of rows or of the tensor. scale_dtype: of blocks.
         dtype: of activations and output, "float16" or "bfloat16". bias: whether one is added.
 
     Raises:

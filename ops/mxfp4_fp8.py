@@ -5,7 +5,7 @@ float8_e4m3fn with a scale for each token.
     y = terrazzo.ops.mxfp4_fp8.gemm(x, w)               # x float16 or bfloat16: quantized first, in one kernel
     y = terrazzo.ops.mxfp4_fp8.gemm(quantize_activations(x), w)
 
-No weight is rounded: a code is an e4m3 number, and its scale enters float32 sums. Files are those of `ops.mxfp4`.
+No weight is rounded: a code is an e4m3 number, and its scale enters float32 sums. Files are as in `ops.mxfp4`.
 Format: terrazzo.ops.w4a8.mxfp4_format; what is computed, and how accurately: terrazzo.ops.w4a8.fp8_reference.
 """
 

@@ -92,7 +92,7 @@ def from_bitsandbytes(
 
     Args:
         weight: uint8 [N * K / 2, 1], or another dtype of the same bytes (`bnb_4bit_quant_storage`).
-        state: what `QuantState.as_dict(packed=True)` gives and a file has behind "weight.": "absmax", "quant_map",
+        state: what `QuantState.as_dict(packed=True)` gives and a file has after "weight.": "absmax", "quant_map",
             "quant_state.bitsandbytes__nf4", and with double quantization "nested_absmax" and "nested_quant_map".
         bias: float [N]. target: see `pack`.
 

@@ -71,7 +71,7 @@ def pack(
         codes: uint8 [N, K], 0..15: sign, two bits of exponent, one of mantissa; or a QuantizedWeight (then the other
             tensors must be left out).
         scales: float8_e4m3fn [N, ceil(K / 16)], or its bytes as uint8. A negative one changes signs of its codes.
-        factors: float32 [], [1] or [N], above 0: what rows are multiplied by beside; None for 1. bias: [N].
+        factors: float32 [], [1] or [N], above 0: what rows are multiplied by, too; None for 1. bias: [N].
         target: GPU target to record; None takes the codes' device, or any target for CPU codes.
 
     Raises:

@@ -185,7 +185,7 @@ def read_compressed_tensors(
 
     Args:
         weight: int32 [N, ceil(K/4)] of signed codes plus 128, or int8 [N, K].
-        weight_scale: f16, bf16 or f32 [N, G]; [N] for those of rows, [1] for one of the tensor.
+        weight_scale: f16, bf16 or f32 [N, G]; [N] for scales of rows, [1] for one of the tensor.
         weight_zero_point: int32 [ceil(N/4), G] packed along N plus 128, or int8 [N, G] signed; None when symmetric.
         weight_shape: (N, K); None takes what the columns hold.
         weight_g_idx: int32 [K] (actorder "group"), of packed codes; all -1 counts as none. bias: [N].

@@ -26,7 +26,7 @@ class QuantizeRows(Held):
 
     Attributes:
         persistent: no more CTAs than fit at a time, each with many rows and its gains in registers.
-        early: gains are read before the kernel ahead has ended, not behind the row.
+        early: gains are read before the kernel ahead has ended, not after the row.
     """
 
     persistent: bool = False

@@ -48,6 +48,13 @@ def words(sentence: str) -> int:
     return len(re.findall(r"[^\W_](?:[\w'’./,%+-]*\w)?", sentence))
 
 
+def clauses(doc: str) -> Iterator[str]:
+    """Of a docstring's sentences, between semicolons and colons, without what stands in parentheses; no formulas."""
+    for _, sentence in sentences(doc):
+        parts = re.split(r"[;:](?=\s)", re.sub(r"\([^()]*\)", "", sentence))
+        yield from (part for part in parts if not re.search(r"[\[=*]", part))
+
+
 def too_long(text: str) -> list[str]:
     """Lines "12: 31 words: ..." of sentences above `MOST_WORDS`."""
     found = ((line, words(it), it) for line, it in sentences(text))

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from prose import MOST_WORDS, clauses, words
 
 sys.path.insert(0, str(Path(__file__).parent / "tools"))
 import public_parameters
@@ -152,6 +153,20 @@ def test_everything_public_is_documented(name):
         if "Raises:" not in text and public not in NO_ERRORS:
             missing.append(f"{public}: what it raises")
     assert not missing
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_docstrings_are_plain_english(name):
+    """No clause is longer than a sentence of a page may be. "Behind" is where one means "after", "those of" a noun."""
+    module = imported(name)
+    classes = {f"{name}.{it}": getattr(module, it) for it in module.__all__ if inspect.isclass(getattr(module, it))}
+    found = {}
+    for public, owner in {name: module, **classes, **functions_of(name)}.items():
+        text = inspect.cleandoc(owner.__doc__ or "")
+        said = [f"{words(part)} words: {part}" for part in clauses(text) if words(part) > MOST_WORDS]
+        if said := [*said, *re.findall(r"\S*\s+\b(?:behind|those of)\b\s+\S+", text)]:
+            found[public] = said
+    assert not found
 
 
 TENSORS = re.compile(r"\bTensor\b|SupportsDLPack|Array")

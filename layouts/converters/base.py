@@ -26,8 +26,8 @@ class Converter:
         emulation: (words uint32 [...], *params uint32) -> list of O uint32 arrays, bit for bit the device's.
         body: CUDA statements of the device function; they read ``w`` and the params and write ``out[0 .. O-1]``.
         params: names of the extra registers: () or ("b0", "s0", "b1", "s1") with index 0/1 for the rows of even/odd
-            output registers (g, g + 8 of an A fragment), ("s01",) for both scales in one word, the first in its low
-            half, or ("s", "a") for a whole word in one row.
+            output registers (g, g + 8 of an A fragment); ("s01",) for both scales in one word, the first in its low
+            half; ("s", "a") for a whole word in one row.
         instructions: ALU and half-precision instructions for each storage word (SASS count; the cost model's alpha).
         scale_exp2, bias: without params, output register o holds (q + bias[o]) * 2**scale_exp2[o].
         param_bias: for params forms, what b0, b1 add to the zero point (the magic number's integer), else ().

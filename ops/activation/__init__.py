@@ -1,4 +1,4 @@
-"""Gated activations with what stands behind them in a decoder layer: smooth vectors, quantization, in one kernel.
+"""Gated activations with what follows them in a decoder layer: smooth vectors, quantization, in one kernel.
 
     q = terrazzo.ops.activation.act_and_mul(gate_up, quant="int8")              # silu(gate) * up
     y = terrazzo.ops.w4a8.gemm(q, down)

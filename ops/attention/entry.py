@@ -53,7 +53,7 @@ def decode(
             of all sequences one after another, each sequence with a q_len of its own.
         cache: the sequences' keys and values.
         cu_seqlens: int32 [B + 1], where each sequence's new tokens begin, and their number (`qo_indptr` of FlashInfer,
-            `query_start_loc` of vLLM); a sequence may have none. Rows of q behind the last sequence's are not looked
+            `query_start_loc` of vLLM); a sequence may have none. Rows of q after the last sequence's are not looked
             at, and what out and lse have there stays. None: all have as many. Not in traced calls.
         most_new: with `cu_seqlens`, at least the new tokens of every sequence, 1..8; host-side.
         scale: softmax scale, default 1 / sqrt(D). softcap: logits are capped at +-softcap by tanh; 0 for none.
@@ -66,7 +66,7 @@ def decode(
             each sequence has CTAs by its own length on the device, so that a batch does not wait for its longest one;
             None where `cache.mean_length` says that this pays. target: run the program of an older target ("sm_80", as
             PTX); None for this GPU's. Not in traced calls.
-        quant: codes of the Hq D values of each token, as the product behind attention takes them, from the same kernel:
+        quant: codes of the Hq D values of each token, as the product after attention takes them, from the same kernel:
             "int8" or "e4m3" (sm_89 and newer) with a scale for each token, "int8_block128" or "e4m3_block128" with one
             for each 128 values. The values are those that `out` receives: rounded to q's dtype.
         smooth: float [Hq D]; values are divided by it, in float32, before they are quantized. column_scales: scales of
@@ -81,7 +81,7 @@ def decode(
     are torch's.
 
     Two graphs captured on one stream (torch.cuda.graph has one of its own for all) must not be replayed at the same
-    time, nor one beside calls on that stream.
+    time, nor one during calls on that stream.
 
     Raises:
         ArgumentError: an argument that does not fit; q that requires a gradient, as there is none. CaptureError: a
@@ -221,15 +221,15 @@ def prefill(
     """Causal attention of each sequence's new tokens over its cache; `cache.lengths` counts them already.
 
     Without k and v the cache holds the new tokens (`store` came first), and all are read as it holds them. With k and v
-    the new tokens attend to themselves unquantized, rounded only to the dtype of the cache's operands (float16 unless
-    the cache is bfloat16), and to the past as the cache holds it: call `store` afterwards.
+    the new tokens attend to themselves unquantized, and to the past as the cache holds it. They are rounded only to the
+    dtype of the cache's operands (float16 unless the cache is bfloat16); call `store` afterwards.
 
     Args:
         q: float16 or bfloat16 [N, Hq, D], the new tokens of all sequences one after another; Hq a multiple of Hkv. The
             last row of a sequence sees its whole length, each row before one token less.
         cache: the sequences' keys and values.
         cu_seqlens: int32 [B + 1], where each sequence's new tokens begin, and their number; a sequence may have none.
-        most_new: at least the new tokens of every sequence; host-side, for the number of CTAs. Rows of q behind the
+        most_new: at least the new tokens of every sequence; host-side, for the number of CTAs. Rows of q after the
             last sequence's are not looked at, and what out and lse have there stays.
         k, v: dtype of q, [N, Hkv, D], or None.
         scale: softmax scale, default 1 / sqrt(D). softcap: logits are capped at +-softcap by tanh; 0 for none.
@@ -345,16 +345,16 @@ def store_slots(
 ) -> None:
     """Quantize and store tokens where a slot mapping says, in place: for engines that own the page table.
 
-    The bits are those of `append` and `store`. Other tokens of a tile stay, and any number of tokens of it may come in
+    The bits are as of `append` and `store`. Other tokens of a tile stay, and any number of tokens of it may come in
     one call, in any order. Nothing is allocated; captured in a CUDA graph, a replay stores by the mapping of that time.
 
     Args:
-        cache: paged, without f16 tokens beside the pages, and without channel-wise keys. Its lengths, block table and
+        cache: paged, without f16 tokens besides the pages, and without channel-wise keys. Its lengths, block table and
             slots are not read.
         k, v: float16 or bfloat16 [tokens, Hkv, D], finite, of any sequences; tokens may be any multiple of 8 values
             apart, as slices of a fused projection are.
         slot_mapping: int32 or int64 [tokens]. Slot page * page_size + i is token i of a page. A token whose slot is
-            negative, or behind the last page, is not stored. No slot may be named twice.
+            negative, or after the last page, is not stored. No slot may be named twice.
         target: run the program of an older target ("sm_80", as PTX); None for this GPU's.
 
     Raises:

@@ -160,9 +160,9 @@ class KVCache:
         """Forget the newest tokens of a sequence, as speculative decoding does with those that were rejected; pages
         that only they lie in are free again, and batches that were made before refuse to be used.
 
-        A residual ring goes back as far as it still holds what was newest then, counted from the longest that the
-        sequence was, unless it becomes empty: 17 tokens at least, of channel-wise keys to the last full group. Without
-        a ring any length will do.
+        A residual ring goes back as far as it still holds what was newest then, unless it becomes empty. That is
+        counted from the longest that the sequence was: 17 tokens at least, of channel-wise keys to the last full group.
+        Without a ring any length will do.
 
         Raises:
             ArgumentError: an unknown sequence, more tokens than it has, or fewer than its ring remembers.

@@ -29,7 +29,7 @@ def kernel_requests(
         heads, kv_heads, head_dim: of a layer. q_len: new tokens of a step. dtype: of q, k and v.
         page: tokens of a page, 0 for contiguous caches. residual, sink_tokens: newest and first tokens that stay f16,
             None for what a KVCache of these keys has.
-        prefill: those of prefill too, with and without the new tokens' k and v.
+        prefill: the kernels of prefill too, with and without the new tokens' k and v.
 
     Raises:
         ArgumentError: formats or sizes that do not fit.

@@ -36,8 +36,8 @@ class TensorFiles:
     Attributes:
         folder: of the files and of their config.
         places: tensor -> the file that is read: where there is an index, the one that it names.
-        lost: tensor -> why it cannot be read, and what to do: a shard that is missing or damaged, one that does not
-            hold what the index says, two files that hold it, a shard that holds what the index does not name.
+        lost: tensor -> why it cannot be read, and what to do: a shard that is missing or damaged; one that does not
+            hold what the index says; two files that hold it; a shard that holds what the index does not name.
         unread: names of files of the folder that the index does not name.
 
     Raises:

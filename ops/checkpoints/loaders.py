@@ -33,7 +33,7 @@ READERS = {
     name: tuple(dict.fromkeys(one.root for one in _BY_INPUT if name in one.conventions and not one.on_request))
     for name in CONVENTIONS
 }
-"""Convention -> operators that read such layers, for remedies; those of 16-bit activations first."""
+"""Convention -> operators that read such layers, for remedies; with 16-bit activations first."""
 Canonical = TypeVar("Canonical")
 Packed = TypeVar("Packed")
 
@@ -211,7 +211,7 @@ class Family(Generic[Canonical, Packed]):
     ) -> Canonical:
         """Canonical weight of one layer of a checkpoint.
 
-        Activations are what the module multiplies, whatever the config says of them; those of `w8a8` are what it says,
+        Activations are what the module multiplies, whatever the config says of them; of `w8a8` they are what it says,
         and where it says nothing dynamic by token, or by 128 channels of blocks.
 
         Args:

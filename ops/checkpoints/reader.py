@@ -79,7 +79,7 @@ class Checkpoint(files.TensorFiles):
         return self.describe(name)[1] if name in self.places else None
 
     def _owners(self, layers: dict[str, str]) -> dict[str, dict[str, str]]:
-        """layer -> {what stands behind its prefix -> tensor}: each tensor belongs to the longest prefix before it."""
+        """layer -> {what follows its prefix -> tensor}: each tensor belongs to the longest prefix before it."""
         owned: dict[str, dict[str, str]] = {prefix: {} for prefix in layers}
         for name in self.names():
             prefix = name.rpartition(".")[0]
@@ -90,7 +90,7 @@ class Checkpoint(files.TensorFiles):
         return owned
 
     def leaves(self, prefix: str) -> dict[str, str]:
-        """Of one layer: what stands behind its prefix, such as "qweight" -> the tensor's whole name."""
+        """Of one layer: what follows its prefix, such as "qweight" -> the tensor's whole name."""
         self._check(prefix)
         return self._owned[prefix]
 
@@ -135,7 +135,7 @@ class Checkpoint(files.TensorFiles):
         return next((name for name, long in near if k and long == k), "")
 
     def tensors(self, prefix: str, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-        """The tensors of one layer that importers read, by what stands behind the prefix: "qweight", ..., "bias".
+        """The tensors of one layer that importers read, by what follows the prefix: "qweight", ..., "bias".
 
         Raises:
             ArgumentError: there is no such layer, or one of its tensors is missing or unreadable.

@@ -42,7 +42,7 @@ def pairs(codes: torch.Tensor) -> torch.Tensor:
 
 
 def words_of(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Inverse of `codes_of`: uint8 [R, C] -> int32 [R, ceil(C * bits / 32)], zeros behind the last code."""
+    """Inverse of `codes_of`: uint8 [R, C] -> int32 [R, ceil(C * bits / 32)], zeros after the last code."""
     import torch
 
     rows, columns = codes.shape

@@ -67,7 +67,7 @@ class Serving:
         return m and tuple(m)
 
     def rows(self, experts: int, top_k: int) -> list[int]:
-        """Rows that experts quantize: a step's tokens ahead of their routing (gate and up), or behind it (down)."""
+        """Rows that experts quantize: a step's tokens ahead of their routing (gate and up), or after it (down)."""
         every = all_tokens(experts)
         routed, step = self.routed(experts, top_k), self.tokens(every)
         return list(every) if routed is None or step is None else sorted({*step, *routed})

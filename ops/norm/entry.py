@@ -38,9 +38,9 @@ def rms_norm(
             with numerics="model".
         smooth: float [K]; y is divided by it, in float32, before it is quantized.
         quant: None for y in x's dtype; codes of "int8" or "e4m3" (sm_89 and newer) with a scale for each token, as
-            `w4a8.gemm` takes them, or "int8_block128" or "e4m3_block128" with one for each 128 columns of a token.
+            `w4a8.gemm` takes them; "int8_block128" or "e4m3_block128" with one for each 128 columns of a token.
         numerics: "fused" rounds y, or codes, alone; "model" rounds where transformers does before codes are made.
-        also_plain: whether y leaves beside its codes, not divided by smooth: what a router reads.
+        also_plain: whether y leaves, too, not divided by smooth: what a router reads.
         column_scales: scales of blocks as float32 [K/128, M4], M4 = M rounded up to 4.
         target: "sm_80" runs its program on newer GPUs.
 

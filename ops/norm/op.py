@@ -223,7 +223,7 @@ def check_memory(x: torch.Tensor, residual: torch.Tensor) -> None:
 
 
 def vectors_of(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(the norm's weights, factors behind it or None) as the kernel reads them."""
+    """(the norm's weights, factors after it or None) as the kernel reads them."""
     weight, smooth = call.weight, call.smooth
     if smooth is None:
         return row_calls.vector(weight), None

@@ -64,8 +64,8 @@ class KVFormat:
         group: tokens that share a channel-wise scale, else 0.
         bias: added to every integer code (-128 turns offset binary into signed).
         rotation: "hadamard" where tokens are rotated before they are quantized, else "". Token-wise formats only.
-        clip: "mse" where the range of a token is the one, of nine from all to half of it, whose codes have the least
-            squared error, else "". Two bits only: more of them lose by it.
+        clip: "mse" where the range of a token is the one of nine, from all to half of it, with the least squared
+            error of codes; else "". Two bits only: more of them lose by it.
         source: who stores it like this.
     """
 

@@ -1,4 +1,4 @@
-"""Rotary positions of a joined q, k, v, behind RMSNorm over heads where a model has it, in one kernel.
+"""Rotary positions of a joined q, k, v, after RMSNorm over heads where a model has it, in one kernel.
 
     q, k = terrazzo.ops.rope.apply_rope(qkv, cos, sin, heads=32, kv_heads=8, positions=positions)
 

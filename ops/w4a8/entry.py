@@ -115,14 +115,14 @@ def gemm(
         dequantization: "xor" makes signed bytes, "unsigned" leaves 128 in them and takes it off the sums by the row
             sums of x (K up to 66311); "auto" is xor. Both give the same bits. Weights of `fp8` have one form, "e4m3".
         pipeline: "imfp" (one producer, consumers that dequantize and multiply rows of one tile; wgmma), "multistage"
-            (mma.sync behind a ring of cp.async), "small_batch" (mma.sync, 32 tokens for each launch), "auto" by M, size
+            (mma.sync after a ring of cp.async), "small_batch" (mma.sync, 32 tokens for each launch), "auto" by M, size
             and target.
 
     x, bias and out may be arrays of another library (ops/dlpack.py); the result is then one of x's library, or out.
 
     Works under torch.compile(fullgraph=True) and, once each M bucket was called, in CUDA graph capture. Calls on
     different streams use different workspaces; two graphs captured on one stream must not be replayed at the same time,
-    nor one beside calls on that stream. After a write to w that PyTorch does not count, call `terrazzo.forget(w)`.
+    nor one during calls on that stream. After a write to w that PyTorch does not count, call `terrazzo.forget(w)`.
     Between calls on 16-bit activations each thread keeps memory for their codes, up to 8 MiB for each stream. There is
     no gradient: x that requires one is refused unless gradients are off.
 

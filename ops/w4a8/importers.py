@@ -98,7 +98,7 @@ def read_compressed_tensors(
     A layer of strategy "channel" is read exactly. So is one of strategy "group" whose scales are, in every row, all the
     same or whole multiples 1..16 of a positive number (1 and 9/8: 8 and 9 of 1/8), and whose (code - zero point) *
     multiple stay in a byte. Any other is refused, or, with `requantize`, fitted: for each row the channel scale is
-    searched, and each group keeps its codes with the nearest integer scale or is quantized again, whichever leaves the
+    searched; each group keeps its codes with the nearest integer scale, or is quantized again, whichever leaves the
     smaller squared error. The error that this adds is one more rounding of a 4-bit weight.
 
     Args:

@@ -44,7 +44,7 @@ class Facts(plans.Facts):
 
     Attributes:
         group_size: k of a scale. out_dtype: "float16", "bfloat16" or "int32".
-        dequantization: see `gemm`; "e4m3" is the form of `fp8` weights, "e2m1" of those of `mxfp4_fp8`.
+        dequantization: see `gemm`; "e4m3" is the form of `fp8` weights, "e2m1" that of `mxfp4_fp8`.
         pipeline: see `gemm`.
     """
 
@@ -146,8 +146,7 @@ def kernel_requests(
         m: numbers of tokens. group_size: 32, 64 or 128; with "e4m3", K too; with "e2m1", 32.
         dtype: of the activations that are quantized, "float16" or "bfloat16"; None leaves their kernel out.
         out_dtype: "float16", "bfloat16" or "int32"; None takes dtype.
-        dequantization, pipeline: see `gemm`; "e4m3" for the weights and activations of `fp8`, "e2m1" for those of
-            `mxfp4_fp8`.
+        dequantization, pipeline: see `gemm`; "e4m3" for the weights and activations of `fp8`, "e2m1" for `mxfp4_fp8`'s.
         bias, smooth: whether the weight has one.
 
     Raises:
@@ -191,7 +190,7 @@ def grouped_requests(
         n, k: of each expert's weight. experts: number of them. m: tokens of all experts together.
         group_size: 32, 64 or 128; with "e4m3", K too; with "e2m1", 32.
         out_dtype: "float16", "bfloat16" or "int32" (not with "e4m3" and "e2m1").
-        dequantization: see `gemm`; "e4m3" for the weights and activations of `fp8`, "e2m1" for those of `mxfp4_fp8`.
+        dequantization: see `gemm`; "e4m3" for the weights and activations of `fp8`, "e2m1" for `mxfp4_fp8`'s.
         bias: whether one is added.
 
     Raises:

@@ -141,7 +141,7 @@ def second_level(
 
 
 def _counted(padded: int, k: int, device: torch.device) -> torch.Tensor:
-    """float32 [padded]: 1, and 0 behind the k-th."""
+    """float32 [padded]: 1, and 0 after the k-th."""
     import torch
 
     weight = torch.ones(padded, dtype=torch.float32, device=device)
@@ -180,7 +180,7 @@ def _round(v: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def share_of(
     importance: torch.Tensor | None, k: int, smooth: torch.Tensor | None, device: torch.device, group_size: int
 ) -> torch.Tensor | None:
-    """float32 [G, g]: the importance of channels of x / smooth, zeros behind the last one."""
+    """float32 [G, g]: the importance of channels of x / smooth, zeros after the last one."""
     import torch
 
     share = weights.importance_of(importance, k, device)

@@ -103,7 +103,7 @@ def gemm(
 
     Works under torch.compile(fullgraph=True) and, once each M was called, in CUDA graph capture. Calls on different
     streams use different workspaces; two graphs captured on one stream must not be replayed at the same time, nor one
-    beside calls on that stream. After a write to w that PyTorch does not count, call `terrazzo.forget(w)`. There is no
+    during calls on that stream. After a write to w that PyTorch does not count, call `terrazzo.forget(w)`. There is no
     gradient: x that requires one is refused unless gradients are off.
 
     Raises:
@@ -161,7 +161,7 @@ def quantize_activations(
     Channels are put in the weight's order. With `rms_weight`, RMSNorm stands in front: x / sqrt(mean(x^2) + eps) *
     rms_weight, without rounding in between. `reference.quantize_activations` defines the codes to the bit.
 
-    Two kernels that stand in front of a layer may come with it, K being a multiple of 8. The codes are then those of
+    Two kernels that stand in front of a layer may come with it, K being a multiple of 8. The codes are then made of
     their outputs: of `residual += x`, or of `ops.activation.act_and_mul`.
 
     Args:
@@ -173,7 +173,7 @@ def quantize_activations(
             the token; "block": a scale for each token and block; "token": one for each token and precision; "static":
             `static_scales`. None: "two_level" or "block", as the weight's scales are. On sm_90a a weight with two-level
             scales takes "two_level" and "token" only.
-        static_scales: float [Kp/128], those of all tokens, of "static" only.
+        static_scales: float [Kp/128], for all tokens, of "static" only.
         residual: [..., K] like x, contiguous; x is added to it, rounded to its dtype, in place, and the sum is normed
             and quantized.
         activation: "silu", "gelu_tanh" or "gelu": x is [..., 2 K], gate and up, and activation(gate) * up, rounded to

@@ -349,7 +349,7 @@ def native(target: Target) -> bool:
 
 
 def unit_layout(bits: int) -> UnitLayout:
-    """Layout of 128 channels that go to the tensor core as 4 or as 8 bits: of 16 rows (4) or 64 (8), scales behind."""
+    """Layout of 128 channels that go to the tensor core as 4 or as 8 bits: of 16 rows (4) or 64 (8), then scales."""
     from terrazzo.layouts.units import derive_unit
 
     return derive_unit(LAYOUT4 if bits == 4 else LAYOUT, 2, 1, 2)

@@ -69,7 +69,7 @@ def gemm(
 
     Works under torch.compile(fullgraph=True) and, once each M bucket was called, in CUDA graph capture. Calls on
     different streams use different workspaces; two graphs captured on one stream must not be replayed at the same time,
-    nor one beside calls on that stream. After a write to w that PyTorch does not count (through `.data`, by a
+    nor one during calls on that stream. After a write to w that PyTorch does not count (through `.data`, by a
     communication library), call `terrazzo.forget(w)`. There is no gradient: x that requires one is refused unless
     gradients are off.
 

@@ -39,7 +39,7 @@ class QuantizedWeight(Plain["PackedWeight"]):
         group_size: of the format's, or K.
         weight: name of the format, "mxfp4", "nvfp4" or "fp8".
         bias: [N] | None.
-        factors: of NVFP4, float32 [N]: what each row is multiplied by beside its scales; None of others.
+        factors: of NVFP4, float32 [N]: what each row is multiplied by besides its scales; None of others.
     """
 
     codes: torch.Tensor

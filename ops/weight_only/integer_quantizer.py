@@ -66,7 +66,7 @@ def quantize_weight(
         group_size: 32, 64, 128, or -1 (or K) for one group over all of K.
         symmetric: zero point 8 everywhere (codes - 8 in -8..7), else one integer zero point 0..15 for each group.
         scale_dtype: f16, bf16 or f32; None takes the weight's dtype if that is 16-bit, else f16. Groups whose scale is
-            too small for it count as 0 beside larger ones; a weight of nothing else is refused.
+            too small for it count as 0 next to larger ones; a weight of nothing else is refused.
         clip_steps: clipping ratios tried, evenly from 1 down to `clip_min`; 1 turns the search off.
         importance: float [K], >= 0: weights of the squared error, the mean square of each input channel; None for 1.
         bias: float [N], kept with the weight.

@@ -51,7 +51,7 @@ def quantize_powers(weight: torch.Tensor, bias: SupportsDLPack | None, of: Codes
 
 @dlpack.accepting
 def quantize_nvfp4(weight: SupportsDLPack, *, bias: SupportsDLPack | None = None) -> QuantizedWeight:
-    """e2m1 codes, round to nearest, with e4m3 scales amax / 6 of 16 k beside a float32 amax / 2688 of the tensor.
+    """e2m1 codes, round to nearest, with e4m3 scales amax / 6 of 16 k and a float32 amax / 2688 of the tensor.
 
     Args:
         weight: float [N, K], finite; any K, a ragged last group included. bias: float [N], kept with the weight.

@@ -213,14 +213,14 @@ class PackedCache:
         return words[: blocks * self.layout.block_words].reshape(blocks, self.layout.block_words)
 
     def dequantize(self, sequence: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [length, D], float64, of one head of one sequence, from the stored bytes; those of rotated
-        formats are rotated back."""
+        """Keys and values [length, D], float64, of one head of one sequence, from the stored bytes, rotated
+        back where the format rotates."""
         parts = zip(self.stored(sequence, head), (self.layout.k, self.layout.v))
         k, v = (rotated_exactly(x) if fmt.rotation else x for x, fmt in parts)
         return k, v
 
     def stored(self, sequence: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same as they are stored: those of rotated formats are rotated."""
+        """The same as they are stored: rotated where the format rotates."""
         import torch
 
         length = int(self.lengths[sequence])
@@ -384,7 +384,7 @@ def pack_cache(
 def _unpacked(
     k: torch.Tensor, v: torch.Tensor, layout: CacheLayout, lengths: torch.Tensor, packed: torch.Tensor, residual: int
 ) -> torch.Tensor:
-    """The residual rings, with the first tokens behind them, of sequences k, v [B, Hkv, T, D] in f16."""
+    """The residual rings, then the first tokens, of sequences k, v [B, Hkv, T, D] in f16."""
     import torch
 
     (batch, heads, tokens, head_dim), spare = k.shape, residual_layout(layout)

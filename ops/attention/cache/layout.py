@@ -187,7 +187,7 @@ class CacheLayout:
         return (0, residual) if self.k.group else (max(residual - TILE_TOKENS, 0), TILE_TOKENS)
 
     def packed(self, length: int, residual: int) -> int:
-        """How many of the first tokens of a sequence are packed; those behind lie in the ring. length: an int, or a
+        """How many of the first tokens of a sequence are packed; later ones lie in the ring. length: an int, or a
         tensor of them."""
         if not residual:
             return length

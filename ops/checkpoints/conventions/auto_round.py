@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from terrazzo.ops.checkpoints.fields import Stated
 
 FORMATS = {"auto_round": "gptq_v2", "auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
-"""What a caller may name -> the format that it is: GPTQ with zero points as they are, or what stands behind."""
+"""What a caller may name -> the format that it is: GPTQ with zero points as they are, or what follows."""
 _PACKINGS = {"": "gptq", "auto": "gptq", "auto_gptq": "gptq", "gptq": "gptq", "auto_round": "gptq_v2"}
 _PACKINGS |= {"gptqmodel": "gptq_v2", "auto_awq": "awq", "awq": "awq"}
 """packing_format, without its "auto_round:" and the kernel named behind -> format."""

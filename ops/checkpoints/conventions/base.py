@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from terrazzo.ops.products.product import Product
 
 Tensors: TypeAlias = "dict[str, torch.Tensor]"
-"""Of a layer, by what stands behind its name."""
+"""Of a layer, by what follows its name."""
 
 WORD, GROUP = "word", "group"
 
@@ -28,7 +28,7 @@ class Leaf:
     """A tensor of a layer.
 
     Attributes:
-        name: what stands behind the layer's.
+        name: what follows the layer's.
         n, k: (axis, features in one element) of output and of input features, None where it has no such axis. WORD is
             as many codes as an int32 holds, GROUP is the input features of a scale; 1 where it has one for each.
         optional: whether a layer may lack it.

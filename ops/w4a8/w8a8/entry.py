@@ -101,8 +101,8 @@ def gemm(
         w: packed weight. Its own bias is added unless `bias` is given.
         bias: float [N]; added in float32.
         out: contiguous [..., N] of the output dtype, written and returned; no memory of x. M = 0 writes nothing.
-        out_dtype: torch.float16, torch.bfloat16, or of int8 codes torch.int32: the sums of products less those of zero
-            points, without scales or bias, bit-exact. None takes x's dtype, or float16.
+        out_dtype: torch.float16, torch.bfloat16, or of int8 codes torch.int32: the sums of products less
+            zero points' share, without scales or bias, bit-exact. None takes x's dtype, or float16.
         accumulate: of e4m3 with scales of channels. "promoted" ("auto"): the tensor core, with 13 fraction bits,
             sums each 128 k; these join float32 sums. "fast": the tensor core sums all of K.
 

@@ -138,7 +138,7 @@ class QuantizedWeight(Plain["PackedWeight"]):
 
     @property
     def block(self) -> bool:
-        """Whether scales are those of blocks."""
+        """Whether scales belong to blocks."""
         return self.scales.ndim == 2
 
     @property
@@ -173,7 +173,7 @@ class PackedWeight(Packed[QuantizedWeight], of=QuantizedWeight):
         scales: float32 [2, Np] of int8, scales and sums of the codes of rows; [1, Np] of e4m3; [Kp/128, Np/16]
             of blocks. 0 in the padding.
         n, k: true sizes.
-        codes: "int8" or "e4m3". block: whether scales are those of blocks.
+        codes: "int8" or "e4m3". block: whether scales belong to blocks.
         layout: identity of the layout and the codes; a kernel built for another one refuses the weight.
         input_scale, input_zero, asymmetric, smooth, bias, ue8m0: as of `QuantizedWeight`.
         target: architecture it was packed for, None for any that multiplies such codes (one layout serves all).

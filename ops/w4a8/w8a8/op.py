@@ -101,7 +101,7 @@ class Facts(plans.Facts):
 
 
 def form_of(group_size: int, k: int, codes: str) -> dict[str, Any]:
-    """`codes` and `block` of a weight whose scales are those of `group_size` input channels.
+    """`codes` and `block` of a weight whose scales serve `group_size` input channels.
 
     Raises:
         ArgumentError: groups that no weight of the codes has.
