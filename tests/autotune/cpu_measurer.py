@@ -12,7 +12,7 @@ import os
 import torch
 from terrazzo.autotune import gemm_bench, measure, measurer
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import attention, mxfp4, mxfp4_fp8, nvfp4, w4a8, w4a16, w4ax, w8a8, w8a16
+from terrazzo.ops import attention, mxfp4, mxfp4_fp8, nf4, nvfp4, w4a8, w4a16, w4ax, w8a8, w8a16
 from terrazzo.ops import fp8 as fp8_weights
 from terrazzo.ops.attention.decoding import reference as caches
 from terrazzo.ops.attention.prefilling import prefill_reference as prefills
@@ -27,7 +27,7 @@ from terrazzo.ops.w4ax.activations import default_granularity
 from terrazzo.ops.weight_only import reference as floats
 from terrazzo.schedules import records
 
-WEIGHT_ONLY = {"mxfp4": mxfp4, "nvfp4": nvfp4, "w8a16": w8a16, "fp8": fp8_weights}
+WEIGHT_ONLY = {"mxfp4": mxfp4, "nvfp4": nvfp4, "nf4": nf4, "w8a16": w8a16, "fp8": fp8_weights}
 H200 = Target.parse("nvidia/nvidia-h200")
 
 
