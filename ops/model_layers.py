@@ -202,10 +202,10 @@ class _Sampled(Checkpoint):
         return found.n[0], found.features(0, self.config.layer(prefix).bits)
 
     def _count(self, prefix: str) -> int:
-        """Output features that are read: all where scales may be those of blocks."""
+        """Output features that are read: all where scales may be those of blocks, or codes are one row."""
         convention = self.convention(prefix)
         blocks = any(leaf.n is not None and leaf.n[1] == GROUP for leaf in convention.leaves)
-        return 1 << 30 if blocks else max(_FEW_ROWS, convention.rows)
+        return 1 << 30 if blocks or convention.leaves[0].n is None else max(_FEW_ROWS, convention.rows)
 
     def _packed(self, name: str, packed: int) -> int:
         """Output features of an element; zero points may be bytes."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from checkpoint_folders import KINDS, LAYER, stored, write
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import model_requests, w4a8, w4a16
+from terrazzo.ops import model_requests, nf4, w4a8, w4a16
 from terrazzo.ops.kinds.base import Serving
 from terrazzo.ops.model_requests import Weights
 from terrazzo.ops.w4a8 import fp8
@@ -25,6 +25,8 @@ def covered(folder, family, dtype: str, operator: str | None = None) -> None:
         wanted = w4a16.kernel_requests(
             w.n, w.k, m=m, **facts, symmetric=w.symmetric, scale_dtype=w.scale_dtype, target="sm_90a"
         )
+    elif family is nf4:
+        wanted = nf4.kernel_requests(w.n, w.k, m=m, **facts, target="sm_90a")
     else:
         form = "e4m3" if family is fp8 else "auto"
         wanted = w4a8.kernel_requests(w.n, w.k, m=m, **facts, dequantization=form, target="sm_90a")
@@ -39,7 +41,7 @@ def test_layers_of_every_convention(tmp_path, kind, dtype):
     n = family.load_layer(write(tmp_path / "a", prefixed(held), config), LAYER).n
     covered(tmp_path / "a", family, dtype)  # the config says which operator reads them
     folder = write(tmp_path / "b", prefixed(held | {"bias": torch.zeros(n, dtype=torch.float16)}), config)
-    covered(folder, family, dtype, {w4a16: "w4a16", w4a8: "w4a8", fp8: "w4a8_fp8"}[family])
+    covered(folder, family, dtype, {w4a16: "w4a16", w4a8: "w4a8", fp8: "w4a8_fp8", nf4: "nf4"}[family])
 
 
 @pytest.mark.parametrize("name", ["qserve_g128", "qserve_g64", "qserve_channel"])
