@@ -110,6 +110,7 @@ digests: $(VENV)/.test
 
 docs: $(VENV)/.test
 	$(BIN)/python -m benchmarks.readme && $(BIN)/python -m benchmarks.choice && $(BIN)/python -m benchmarks.kv_choice
+	$(BIN)/python -m benchmarks.plot
 
 docs-check: $(VENV)/.test
 	$(BIN)/python -m benchmarks.readme --check

@@ -1,4 +1,4 @@
-"""Plots of a result file: `python -m benchmarks.plot [FILE ...]` writes an SVG beside each."""
+"""Plots of result files: `python -m benchmarks.plot [FILE ...]` writes an SVG beside each; without names, anew."""
 
 from __future__ import annotations
 
@@ -152,10 +152,11 @@ def kind_of(path: Path) -> Callable[[Mapping[str, Any], Path], Path]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__.splitlines()[0])
-    parser.add_argument("files", nargs="*", type=Path, help="result files; default: all of benchmarks/results")
+    parser.add_argument("files", nargs="*", type=Path, help="result files; default: those that have a plot")
     every = [path for name in FORMATS for path in report.files(name)]
     every += [path for pattern in PLOTS for path in sorted(report.RESULTS.glob(pattern))]
-    for path in parser.parse_args(argv).files or every:
+    drawn = [path for path in every if path.with_suffix(".svg").is_file()]
+    for path in parser.parse_args(argv).files or drawn:
         draws = kind_of(path)
         try:
             result = report.load(path) if draws is draw else json.loads(path.read_text(encoding="utf-8"))

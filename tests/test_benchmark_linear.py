@@ -125,11 +125,14 @@ def test_a_file_is_written_where_all_shapes_are_measured_and_the_rest_is_said(ou
     assert linear.main([*words, "0"]) == 1
     assert not list(tmp_path.glob("w4a16*")) and old.read_text() == "old"
     assert capsys.readouterr().out.count("NOT MEASURED: ") == 4
-    times = iter([0.0] * 12 + [1e9] * 99)
-    ours.setattr(linear.time, "perf_counter", lambda: next(times))
-    assert linear.main([*words, "5"]) == 1
-    assert (tmp_path / "w4a16_sm_90a.json").exists() or list(tmp_path.glob("w4a16_*.json"))
-    assert "its old file stays" in capsys.readouterr().out and old.read_text() == "old"
+    options = linear.arguments(words[:-1])
+    ours.setattr(linear.report, "file_name", lambda name, gpu: f"{name}_h100.json")
+    with pytest.raises(linear.SpentError):
+        linear.measure(options, ("w4a8", "held-out"), end=-1.0)
+    part = old.with_suffix(".part")
+    assert old.read_text() == "old" and len(json.loads(part.read_text())["rows"]) == 1
+    assert linear.measure(options, ("w4a8", "held-out"), end=1e9) == old
+    assert len(report.load(old)["rows"]) == 2 and not part.exists()
 
 
 def test_a_peer_that_breaks_the_gpu_is_left_out_the_second_time(ours, tmp_path):
