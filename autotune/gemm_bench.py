@@ -49,7 +49,7 @@ _PROBLEM = {
     "group_size",
     "weight",
 }
-SUSTAINED_M = 1024
+SUSTAINED_M = 4096
 """From so many tokens on, rows also have the times at the power limit: `sustained`, ours and cuBLAS's in turn."""
 
 

@@ -205,16 +205,38 @@ def test_arguments_and_the_kernels_of_a_job():
         assert stopped.value.code == 2
 
 
-def test_jobs_are_ready_when_all_their_kernels_are(capsys):
+def test_jobs_are_ready_when_all_their_kernels_are(capsys, monkeypatch):
     first, second = ("w4a16", "tuned"), ("w4a8", "tuned")
     readiness = linear.Readiness([first, second])
-    readiness.left |= {first: 2, second: 1}
     readiness.add(first, 1)
-    readiness.add(second, -1)
+    for _ in range(2):
+        readiness.add(second, -1)
     assert capsys.readouterr().out.startswith("ready w4a8 tuned")
     for _ in range(3):
         readiness.add(first, -1)
     assert capsys.readouterr().out.startswith("ready w4a16 tuned")
+    batches = []
+
+    def compiled(requests, workers, progress):
+        batches.append(len(requests))
+        for index, request in enumerate(requests):
+            progress(index, 0, request, ValueError("no ptxas") if index == 0 else "folder")
+
+    def refuses(*given):
+        raise RuntimeError("no tile")
+
+    monkeypatch.setattr(linear.Humming, "missing", lambda self: "")
+    monkeypatch.setattr(linear, "_humming", lambda options, name: ["layer"] * (name == "w4a8"))
+    monkeypatch.setattr(linear.Humming, "ahead", staticmethod(refuses))
+    monkeypatch.setattr("terrazzo.lowering.parallel.compile_many", compiled)
+    monkeypatch.setattr(Target, "detect", staticmethod(lambda device=None: Target.parse("sm_90a")))
+    for more, count in (([], 1), (["--soon"], 2)):
+        batches.clear()
+        words = ["--compile-only", "--formats", "w4a16,w4a8", "--shapes", "tuned", "--m", "1", *more]
+        assert linear.main(words) == 1 and len(batches) == count
+        said = capsys.readouterr().out
+        assert "ready w4a16 tuned" in said and "ready w4a8 tuned" in said and "no ptxas" in said
+        assert "humming: no kernels of ('w4a8', 'tuned'): RuntimeError: no tile" in said
 
 
 def test_a_process_that_compiles_is_waited_for_until_it_ends(monkeypatch, capsys):
