@@ -373,11 +373,11 @@ class Shape(ABC):
         outputs: dict[str, torch.Tensor] = {}
         for name, (peer, loaded) in self.peers.items():
             try:
-                given = [peer.prepare(x, copy) if hasattr(peer, "prepare") else x for copy in loaded]
-                y = peer.call(given[0], loaded[0])
+                given = peer.prepare(x, loaded[0]) if hasattr(peer, "prepare") else x
+                y = peer.call(given, loaded[0])
                 problem = peer.wrong(y, x, loaded[0]) if hasattr(peer, "wrong") else judge(y)
                 if not problem:
-                    candidates[name], outputs[name] = [peer_call(peer, *pair) for pair in zip(given, loaded)], y
+                    candidates[name], outputs[name] = [peer_call(peer, given, it) for it in loaded], y
                 if not problem and hasattr(peer, "quantize"):
                     name, calls = name + QUANTIZED, [quantized_call(peer, x, copy) for copy in loaded]
                     problem = "" if distance(calls[0](), y) < SAME_QUANTIZED else "another product than without it"

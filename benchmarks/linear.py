@@ -103,6 +103,7 @@ FORMATS: dict[str, Format] = {
     ),
 }
 """Name of a file -> what it measures, what people look at most first."""
+FIRST = ("w4a16", "w4a8", "w4afp8")
 Job = tuple[str, str]
 """Name of a format, and of a set of shapes or the shapes in words."""
 
@@ -140,8 +141,10 @@ def _shape(text: str) -> tuple[int, int]:
 
 
 def jobs(options: argparse.Namespace) -> list[Job]:
-    """What is measured, in order."""
-    return [(name, shapes) for name in options.formats for shapes in options.shapes]
+    """What is measured, in order: some formats on all sets, then the others set by set."""
+    rest = [name for name in options.formats if name not in FIRST]
+    first = [(name, shapes) for name in options.formats if name in FIRST for shapes in options.shapes]
+    return first + [(name, shapes) for shapes in options.shapes for name in rest]
 
 
 def layers(shapes: Sequence[tuple[int, int]]) -> dict[tuple[int, int], tuple[str, ...]]:
@@ -362,15 +365,14 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
             except PoisonedError as error:
                 print(f"the GPU is in an error after {error}; once more without it", flush=True)
                 ahead.close()
-                peer = f"{left[0][0]}:{error.peer}"
-                again([f"--without={peer}", "--formats", ",".join(dict.fromkeys(name for name, _ in left))])
+                again([f"--without={left[0][0]}:{error.peer}", *_words(left)])
             except (RuntimeError, ValueError) as error:  # one format's fault is no other's
                 code = 1
                 print(f"NOT MEASURED: {' '.join(left[0])}, {type(error).__name__}: {error}"[:400], flush=True)
-                rest = dict.fromkeys(name for name, _ in left[1:] if name != left[0][0])
+                rest = [job for job in left[1:] if job[0] != left[0][0]]
                 if rest and _is_broken():
                     ahead.close()
-                    again(["--formats", ",".join(rest)])
+                    again(_words(rest))
             left = left[1:]
     finally:
         ahead.close()
@@ -378,6 +380,12 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
         code = 1
         print(f"NOT MEASURED: {' '.join(job)}, the budget of {options.budget_s:.0f} s is over; its old file stays")
     return code
+
+
+def _words(left: Sequence[Job]) -> list[str]:
+    """Arguments that ask for these jobs; where they are of several sets, for the formats on all of them."""
+    names, sets = (list(dict.fromkeys(part)) for part in zip(*left))
+    return ["--formats", ",".join(names), *(["--shapes", sets[0]] if len(sets) == 1 else [])]
 
 
 def _is_broken() -> bool:

@@ -143,10 +143,13 @@ def test_a_peer_that_breaks_the_gpu_is_left_out_the_second_time(ours, tmp_path):
     ours.setattr(linear, "measure", poisoned)
     ours.setattr(linear.os, "execv", lambda python, words: started.append(words[3:]) or sys.exit(7))
     with pytest.raises(SystemExit):
-        linear.main(["--formats", "fp8,w4a8", "--budget-s", "100", "--m", "1", "--out", str(tmp_path)])
+        linear.main(["--formats", "fp8,nvfp4", "--budget-s", "100", "--m", "1", "--out", str(tmp_path)])
     (words,) = started
     again = linear.arguments(words)
-    assert again.without == ["fp8:rival"] and again.formats == ("fp8", "w4a8") and again.budget_s <= 100
+    assert again.without == ["fp8:rival"] and again.formats == ("fp8", "nvfp4") and again.budget_s <= 100
+    assert list(again.shapes) == ["tuned", "held-out"]
+    one = linear.arguments(["--shapes", "tuned", *linear._words([("fp8", "held-out"), ("w4a8", "held-out")])])
+    assert list(one.shapes) == ["held-out"] and one.formats == ("fp8", "w4a8")
     assert again.m == (1,) and again.out == tmp_path
     names = [
         peer.name
@@ -195,6 +198,7 @@ def test_arguments_and_the_kernels_of_a_job():
     every = linear.arguments([])
     assert every.m == linear.MS and len(linear.jobs(every)) == 2 * len(linear.FORMATS)
     assert linear.jobs(every)[:2] == [("w4a16", "tuned"), ("w4a16", "held-out")]
+    assert linear.jobs(every)[6:8] == [("fp8_block", "tuned"), ("mxfp4", "tuned")]  # those of a lost commit first
     few = linear.arguments(["--formats", "w8a8", "--shapes", "256x512,512x256", "--m", "8,8,2"])
     assert few.m == (8, 2) and list(few.shapes.values()) == [((256, 512), (512, 256))]
     found = linear.requests(few, linear.jobs(few)[0], Target.parse("sm_90a"))
