@@ -17,7 +17,7 @@ class Dense(nn.Module):
         weight: float [N, K]. bias: float [N] or None. sizes: output features of the parts that are joined in it.
     """
 
-    takes_norm = False
+    takes_norm, wide = False, True
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, sizes: Sequence[int] = ()) -> None:
         super().__init__()

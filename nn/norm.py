@@ -52,7 +52,7 @@ class RMSNorm(nn.Module):
 
         Sum, norm and what the layer multiplies are one kernel. W4Ax takes two after a norm of delta itself.
         """
-        form = products.rows_form(layer)
+        form = {} if getattr(layer, "wide", True) else products.rows_form(layer)
         if form is not None and (made := self._in_one(h, delta, post, form)) is not None:
             return made, h
         if layer.takes_norm:

@@ -155,7 +155,7 @@ def gated(gate_up: torch.Tensor, name: str, layer: nn.Module) -> Activations:
     Args:
         name: key of `glue.ACTIVATIONS`.
     """
-    form, in_one = rows_form(layer), in_rows(gate_up, 2)
+    form, in_one = {} if getattr(layer, "wide", True) else rows_form(layer), in_rows(gate_up, 2)
     if form is None:
         blocks, own = mixed(layer), OPERATOR_GATES.get(name)
         if own and gate_up.is_cuda and gate_up.shape[-1] == 2 * blocks.k and in_one:

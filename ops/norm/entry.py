@@ -53,7 +53,9 @@ def rms_norm(
             compiled yet and cannot be.
     """
     options = style, quant, numerics, also_plain, column_scales, target
-    return _call(rms_norm, op.Call(x, None, weight, None, smooth, eps, eps, *options))
+    call = op.Call(x, None, weight, None, smooth, eps, eps, *options)
+    y, codes = op.run(call) or _first(rms_norm, call)
+    return y if codes is None else row_calls.returned(y, codes)
 
 
 def fused_add_rms_norm(
@@ -85,16 +87,14 @@ def fused_add_rms_norm(
     """
     post_eps = eps if post_eps is None else post_eps
     options = style, quant, numerics, also_plain, column_scales, target
-    return _call(fused_add_rms_norm, op.Call(x, residual, weight, post_weight, smooth, eps, post_eps, *options))
-
-
-def _call(operator: Callable, call: op.Call) -> Any:
-    made = op.run(call)
-    if made is None:
-        from terrazzo.ops.norm import torch_op
-
-        if (made := row_calls.apart(operator, call, op.check, torch_op)) is not None:
-            return made
-        made = op.run(call, new=True)
-    y, codes = made
+    call = op.Call(x, residual, weight, post_weight, smooth, eps, post_eps, *options)
+    y, codes = op.run(call) or _first(fused_add_rms_norm, call)
     return y if codes is None else row_calls.returned(y, codes)
+
+
+def _first(operator: Callable, call: op.Call) -> tuple[Any, Any]:
+    """(y, codes) of a call whose equal was not launched before, or (all that it gives, None)."""
+    from terrazzo.ops.norm import torch_op
+
+    made = row_calls.apart(operator, call, op.check, torch_op)
+    return op.run(call, new=True) if made is None else (made, None)
