@@ -104,7 +104,34 @@ except ToolchainError as error:
 
 
 @pytest.mark.skipif(package_version("apache-tvm") is None, reason="apache-tvm is not installed")
-def test_a_process_with_apache_tvm_runs_it(bundle):
+def test_apache_tvms_runtime_launches_its_kernels(bundle, drive):
+    """As far as a CPU goes: the host code checks tensors of TVM, and hands a driver that only takes notes machine code
+    and the arguments that it gets without TVM, too."""
+    folder = bundle / "kernels" / request_for("scale").identity()
+    calls = """
+x, y = (tensor(at, (7, 256), 32) for at in (0x1000, 0x2000))
+launch(x, y, 5, 1.5)
+"""
+    refused = """
+import numpy, tvm
+assert "tilelang" not in tvm.__file__
+launch = tvm.runtime.load_module(str(Path(FOLDER) / "kernel.so"))["main"]
+on_cpu = tvm.runtime.tensor(numpy.zeros((7, 256), "float32"))
+for first, said in (on_cpu, "device_type"), (tensor(0x1000, (7, 128), 32), "shape[1]"):
+    try:
+        launch(first, tensor(0x2000, (7, 256), 32), 5, 1.5)
+        raise AssertionError(said)
+    except RuntimeError as error:
+        assert said in str(error), error
+"""
+    apart = drive(folder, "ppfi", calls)
+    together = drive(folder, "ppfi", refused + calls, before="import tvm.runtime")
+    assert [note["call"] for note in apart] == ["load", "function", "launch"] and apart[0]["elf"] == 1
+    assert together == apart, together
+
+
+@pytest.mark.skipif(package_version("apache-tvm") is None, reason="apache-tvm is not installed")
+def test_a_process_that_has_imported_apache_tvm_finds_them(bundle):
     code = f"""
 import tvm
 from lowering_tools import request_for
@@ -114,6 +141,14 @@ print(get_kernel(request_for("scale")), "tilelang" in tvm.__file__)
 """
     done = run_python(code)
     assert done.stdout.strip() == "Kernel('test.scale() for sm_80', cold) False", done.stderr
+
+
+def test_tilelang_does_not_load_after_apache_tvm():
+    """Why the library keeps them apart. If this passes one day, docs/tile-programs.md says too much."""
+    if package_version("apache-tvm") is None:
+        pytest.skip("apache-tvm is not installed")
+    done = run_python("import tvm\nimport tilelang", PYTHONPATH="", TVM_LIBRARY_PATH="")
+    assert done.returncode and "undefined symbol" in done.stderr, done.stderr[-500:]
 
 
 def test_tampering_is_found(bundle):
