@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks import choice, gpu_tests, headline, kv_choice, papers, report, shared_records, tables
+from benchmarks import choice, gpu_tests, headline, kv_choice, papers, report, shared_records, tables, tile_examples
 from benchmarks.linear import FORMATS, command
 
 ROOT = Path(__file__).parents[1]
@@ -147,6 +147,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "served": of({"served_*.json": tables.served}, "Configurations inside vLLM: not measured yet."),
     "models": models,
     "shared-records": shared,
+    "tile-examples": tile_examples.shown,
     "gpu-tests": gpu_tests.recorded,
     "papers": papers.table,
 }
@@ -163,6 +164,7 @@ PAGES = (
     "kv-formats",
     "gpu-tests",
     "papers",
+    "tile-programs",
 )
 DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in PAGES))
 
