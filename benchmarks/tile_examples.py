@@ -9,6 +9,7 @@ A product of integers must be exact; every other output is compared with float64
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,7 @@ SHAPES = ((4096, 4096), (28672, 4096))
 MS = (16, 64, 256, 1024, 4096)
 BATCHES, KV_HEADS, CACHED = (8, 32), 8, 8192
 """Sequences of the decode rows, kv heads of each, and tokens of the cache."""
+CUBLAS, SDPA = "cublas_f16", "sdpa_f16"
 ROWS = 48  # of y that are compared
 PAIRS = 4  # of a sequence and a kv head
 
@@ -90,7 +92,7 @@ def products(o: argparse.Namespace, target: Any, kernels: Mapping[tuple[str, int
                 {
                     "example": [partial(kernel, x, w, by_group, y) for w in many],
                     "terrazzo": [partial(w4a16.gemm, x, w, out=ours) for w in packs],
-                    report.BASELINE: [partial(torch.mm, x, w.T, out=third) for w in dense],
+                    CUBLAS: [partial(torch.mm, x, w.T, out=third) for w in dense],
                 },
                 o.budget_ms,
             )
@@ -150,7 +152,7 @@ def decodes(o: argparse.Namespace, target: Any, kernels: Mapping[tuple[str, int]
             {
                 "example": [call],
                 "terrazzo": [partial(entry.decode, queries, cache, out=ours)],
-                "sdpa_f16": [partial(sdpa, queries.transpose(1, 2), *dense, enable_gqa=True)],
+                SDPA: [partial(sdpa, queries.transpose(1, 2), *dense, enable_gqa=True)],
             },
             o.budget_ms,
         )
@@ -178,7 +180,7 @@ def table(result: Mapping[str, Any], source: str) -> str:
     for row in result["rows"]:
         peers, decode = row["peers"], row["op"] == "kv_decode"
         what = f"{row['m']} x {row['n']}/{KV_HEADS} x {row['k']}" if decode else f"{row['m']} x {row['n']} x {row['k']}"
-        times = (row["us"], peers["terrazzo"], peers["sdpa_f16" if decode else report.BASELINE])
+        times = (row["us"], peers["terrazzo"], peers[SDPA if decode else CUBLAS])
         shown = tuple("failed" if us is None else f"{us:.1f}" for us in times)
         lines.append((f"`tile_{row['op']}`", what, *shown))
     heads = (
@@ -220,7 +222,7 @@ def run(o: argparse.Namespace) -> int:
     kernels = programs("sm_90a" if target.arch == "sm_90a" else "sm_80")
 
     def rows(_: argparse.Namespace, result: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
-        for row in (*products(o, target, kernels), *decodes(o, target, kernels)):
+        for row in itertools.chain(products(o, target, kernels), decodes(o, target, kernels)):
             yield [row]
 
     return program.run("tile_examples", o, target, rows, requests(target), copies=False)

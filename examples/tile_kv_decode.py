@@ -12,7 +12,6 @@ from tile_w4a16 import BLOCK, FIELDS, ZERO, compiled
 
 DIM, TOKENS, HEADS = 128, 128, 16  # of a block of the cache; query heads of one kv head, padded
 WORDS = (DIM // BLOCK.block_k, TOKENS // BLOCK.block_rows, BLOCK.words_per_block)  # of its keys, or its values
-LOG2E = 1.44269504
 
 
 @T.macro
@@ -38,7 +37,7 @@ def convert(Ws, A):
 def tile_kv_decode(pairs, blocks, stages=2):
     """The prim_func of Q [pairs, 16, 128], packed K and V [pairs, blocks, 2, 2, 512], their scales [pairs, tokens] and
     O [pairs, 16, 128]; a pair is a sequence and one kv head, and all sequences have blocks x 128 tokens."""
-    packed, tokens, scale = (pairs, blocks, *WORDS), blocks * TOKENS, LOG2E / DIM**0.5
+    packed, tokens, scale = (pairs, blocks, *WORDS), blocks * TOKENS, 1.44269504 / DIM**0.5  # log2(e)
 
     @T.prim_func
     def main(
