@@ -8,7 +8,7 @@ from terrazzo.ops.tiles.cuda.text import prelude
 _ALL = (
     Primitive(
         "warp",
-        "TileLang has no movmatrix, its shuffles and votes take no expressions of locals, and T.exp2 handles denormals",
+        "TileLang has no movmatrix, and T.exp2 handles denormals",
         """\
 // 8x8 matrix of 16-bit values, two in a lane, transposed in registers
 __device__ __forceinline__ unsigned tz_transpose(unsigned x) {
@@ -167,7 +167,7 @@ template <int N> __device__ __forceinline__ void tz_store(void *p, const void *v
     ),
     Primitive(
         "pairs",
-        "TileLang's packed arithmetic takes vectors, not registers, and its shuffles no expressions of locals",
+        "TileLang's packed arithmetic takes vectors, not registers",
         """\
 template <bool BF16> __device__ __forceinline__ unsigned tz_min2(unsigned a, unsigned b) {
   unsigned r;

@@ -16,7 +16,7 @@ __device__ __forceinline__ void tz_cta_await(int *flag, int count) {
   __syncthreads();
 }
 """
-"""Why not TileLang: release and acquire in global memory."""
+"""Why not TileLang: a barrier of the CTA and a flag are one function; T.atomic_load asks for an element of a buffer."""
 ROW_BLOCKS = """\
 // 16 bytes of a row: to shared memory; with NORM the squares of its 8 values join sum[0]
 template <bool BF16, bool NORM> __device__ __forceinline__ void tz_row_stage(void *to, void *sum_, const void *x_) {

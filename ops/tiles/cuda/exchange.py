@@ -5,7 +5,7 @@ from terrazzo.ops.tiles.cuda.primitive import Primitive
 TABLE = (
     Primitive(
         "semaphore",
-        "deterministic split-K: release/acquire counters in global memory, which TileLang has no form for",
+        "deterministic split-K: T.atomic_load and T.atomic_add want an element of a buffer, and lanes wait as one",
         """\
 // every thread's earlier stores are visible before the count rises; true for the `n`-th arrival, which resets it
 __device__ __forceinline__ bool tz_last_arrival(int *sem, int n) {

@@ -9,7 +9,7 @@ template <int E> __device__ __forceinline__ int tz_expert_of(const void *offsets
   return before < E ? before : -1;
 }
 """
-"""Why not TileLang: a sum over a warp's lanes."""
+"""Why not TileLang: a search by the lanes of a warp, of any number of experts, in one function."""
 EXPERT_TABLE = """\
 // table[e], e <= E: token blocks of the experts before e; table[E + 1 + e]: their tokens, kept inside 0..m
 template <int E> __device__ __forceinline__ void tz_expert_table(void *table_, const void *offsets_, int m, int block) {

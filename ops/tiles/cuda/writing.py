@@ -31,7 +31,7 @@ __device__ __forceinline__ unsigned tz_excess(unsigned a, unsigned b) {
 )
 SLOTS = Primitive(
     "slots",
-    "TileLang has neither votes nor reductions over some lanes, and would read numbers in front of the wait",
+    "numbers are read behind the wait for the kernel ahead, and votes of a run of lanes are one function",
     """\
 // slot `at` of `count`; -1 where there is none, or it lies outside of `room` slots
 template <class T> __device__ __forceinline__ int tz_slot(const void *p, int at, int count, int room) {
