@@ -1,4 +1,4 @@
-"""Perplexity of weights x activations x KV formats: kernels, a simulation of the same numbers, and the float model.
+"""Accuracy of weights x activations x KV formats: kernels, a simulation of the same numbers, and the float model.
 
     python -m benchmarks.accuracy MODEL DATA                     every row; writes results/accuracy_<name>_<gpu>.json
     python -m benchmarks.accuracy MODEL DATA --rows f16+int4/int4,w4a8-g64+float16/float16 --windows 8
@@ -9,7 +9,9 @@ MODEL is a Hugging Face folder (benchmarks.accuracy_data makes one of DATA, benc
 `smollm2` names the first. Windows of `--length` tokens overlap by half; the later half of each is scored, in the first
 one all of it. Kernels decode token by token, so that each reads the cache as it is stored: a prefill would hide the
 cache's format, since it reads new tokens as they are. A window's loss is compared with the float model's on the same
-window (paired): `ratio` of perplexities and its standard error over windows.
+window (paired): `ratio` of perplexities and its standard error over windows; `kl` is the mean Kullback-Leibler
+divergence of a token's distribution from the float model's, in nats. `tasks` is the share of items of benchmarks.tasks
+that are answered exactly, for a model that was trained on them. `w4a8-g64*` is calibrated on the speeches.
 """
 
 from __future__ import annotations
@@ -19,19 +21,29 @@ import json
 import math
 import re
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks import report, tasks
 
 FLOAT = "f16+float16/float16"
-KV_ROWS = ("int8/int8", "int8/int4", "int4_channel64/int4", "int4_channel128/int4", "int4/int4", "int2_channel64/int2")
-WEIGHT_ROWS = ("w4a16-g64", "w4a16-g32", "w4a8-g64", "w4a8-g32", "w4a8-e4m3-g64", "w4ax")
+KV_ROWS = (
+    "int8/int8", "int8/int4", "int4_hadamard/int4", "int4_channel64/int4", "int4_channel128/int4", "int4/int4",
+    "int2_hadamard/int2_hadamard", "int2_channel64/int2",
+)  # fmt: skip
+WEIGHT_ROWS = (
+    "w8a16-g128", "fp8", "w8a8", "w8a8-e4m3", "w8a8-e4m3-g128", "mxfp4", "nvfp4",
+    "w4a16-g128", "w4a16-g128*", "w4a16-g64", "w4a16-g32", "w4a8-g64", "w4a8-g64*", "w4a8-g32",
+    "w4a8-e4m3-g128", "w4a8-e4m3-g128*", "w4a8-e4m3-g64", "w4ax", "w4ax*",
+)  # fmt: skip
+CALIBRATED, CALIBRATION, CALIBRATION_TOKENS = "*", "speeches", 16384
+"""After a weight format: its quantizer has seen what the float model's layers read of that text."""
 ONLY = "@f16"
-"""Behind a weight format: its weights under activations that are not quantized, which only the simulation has."""
+"""After a weight format: its weights under activations that are not quantized, which only the simulation has."""
 HEAD = "^"
 """Between the layers' format and that of the head, which is in 16 bits without it: f16^w4a16-g64."""
 ROWS = (
@@ -42,14 +54,16 @@ ROWS = (
 )
 TEXTS = ("news", "novel")
 PATHS = ("simulated", "kernels")
-Forward = Callable[[Any], Any]
-"""Logits [B, T, vocabulary] of tokens [B, T]."""
+TASK_ROWS, TASK_SEED = 32, 1_000_003
+"""Of each task of benchmarks.tasks; the seed is none that a model was trained with."""
+Forward = Callable[[Any, int], Any]
+"""Logits [B, T - first, vocabulary] of tokens [B, T] and the first place whose logits are asked for."""
 
 
 def parse_row(text: str) -> tuple[str, str, str]:
     """(weights, keys, values) of "w4a8+int8/int4"; weights "f16" stay float, "w4a8@f16" leave activations float, and
     "f16^w4a16-g64" have a head in that format."""
-    found = re.fullmatch(r"([\w-]+(?:@f16)?(?:\^[\w-]+)?)\+(\w+)/(\w+)", text)
+    found = re.fullmatch(r"([\w-]+\*?(?:@f16)?(?:\^[\w-]+)?)\+(\w+)/(\w+)", text)
     if not found:
         raise argparse.ArgumentTypeError(f"{text}: write weights+keys/values, as w4a16-g64+int4_channel64/int4")
     return found[1], found[2], found[3]
@@ -64,18 +78,27 @@ def windows(tokens: int, length: int, most: int) -> Iterator[tuple[int, int]]:
         yield first, (length // 2 if index else 1)
 
 
-def window_losses(forward: Forward, ids: Any, length: int, most: int, batch: int) -> list[float]:
-    """Mean loss, in nats, of the scored tokens of each window of ids [tokens]."""
+def window_scores(
+    forward: Forward, ids: Any, length: int, most: int, batch: int, base: list[Any] | None = None
+) -> tuple[list[float], list[float], list[Any]]:
+    """(mean loss in nats of the scored tokens of each window of ids [tokens]; mean divergence from the logits of
+    `base`, empty without it; logits of the windows)."""
     import torch
 
-    cuts, found = list(windows(len(ids), length, most)), []
+    cuts, losses, apart, kept = list(windows(len(ids), length, most)), [], [], []
     for at in range(0, len(cuts), batch):
         part = cuts[at : at + batch]
         rows = torch.stack([ids[first : first + length] for first, _ in part])
-        for row, logits, (_, scored) in zip(rows, forward(rows), part):
-            lost = torch.nn.functional.cross_entropy(logits[scored - 1 : -1].float(), row[scored:])
-            found.append(lost.item())
-    return found
+        begin = min(scored for _, scored in part) - 1
+        for row, logits, (_, scored) in zip(rows, forward(rows, begin), part):
+            logits = logits[scored - 1 - begin : -1].float()
+            losses.append(torch.nn.functional.cross_entropy(logits, row[scored:]).item())
+            if base is None:
+                kept.append(logits.half())
+                continue
+            wanted, found = (x.float().log_softmax(-1) for x in (base[len(apart)], logits))
+            apart.append((wanted.exp() * (wanted - found)).sum(-1).mean().item())
+    return losses, apart, kept
 
 
 def compare(losses: list[float], base: list[float]) -> dict[str, float]:
@@ -91,7 +114,11 @@ def compare(losses: list[float], base: list[float]) -> dict[str, float]:
 def float_forward(folder: Path, device: str) -> Forward:
     """The float16 model of transformers."""
     model = _float(folder, device)
-    return lambda rows: model(input_ids=rows, use_cache=False).logits
+    return _without_cache(model)
+
+
+def _without_cache(model: Any) -> Forward:
+    return lambda rows, first: model(input_ids=rows, use_cache=False, logits_to_keep=rows.shape[1] - first).logits
 
 
 def _float(folder: Path, device: str) -> Any:
@@ -114,7 +141,7 @@ def simulated_forward(folder: Path, row: tuple[str, str, str], device: str) -> F
         simulated.simulate_linears(model, loaded, activations=not weights.endswith(ONLY))
     if (keys, values) != ("float16", "float16"):
         simulated.simulate_cache(model, keys, values)
-    return lambda rows: model(input_ids=rows, use_cache=False).logits
+    return _without_cache(model)
 
 
 def quantize_head(model: Any, form: str) -> None:
@@ -127,13 +154,26 @@ def quantize_head(model: Any, form: str) -> None:
 
 
 def loaded_model(folder: Path, row: tuple[str, str, str], device: str) -> Any:
-    """`terrazzo.load` of the folder in a row's formats."""
+    """`terrazzo.load` of the folder in a row's formats; calibrated ones were written into `calibrated` before."""
     import terrazzo
     import torch
 
     (weights, _, head), *kv = row[0].partition(HEAD), *row[1:]
-    facts = dict(quantize=None if weights == "f16" else weights, lm_head=head or None)
+    quantize = None if weights == "f16" or weights.endswith(CALIBRATED) else weights
+    folder = calibrated(folder, weights) if weights.endswith(CALIBRATED) else folder
+    facts = dict(quantize=quantize, lm_head=head or None)
     return terrazzo.load(folder, device=device, dtype=torch.float16, kv=tuple(kv), **facts)
+
+
+def calibrated(folder: Path, weights: str, text: Path | None = None) -> Path:
+    """The folder that `terrazzo quantize --calibration` makes of a format, below `folder`; made once, of `text`."""
+    made = folder / f"calibrated-{weights.removesuffix(CALIBRATED)}"
+    if not (made / "config.json").exists():
+        command = [sys.executable, "-m", "terrazzo", "quantize", str(folder), "-o", str(made)]
+        command += ["--format", weights.removesuffix(CALIBRATED), "--dtype", "f16", "--write", "packed"]
+        command += ["--calibration", str(text), "--tokens", str(CALIBRATION_TOKENS)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return made
 
 
 def compile_rows(folder: Path, rows: list[tuple[str, str, str]], batch: int, length: int) -> None:
@@ -149,7 +189,9 @@ def compile_rows(folder: Path, rows: list[tuple[str, str, str]], batch: int, len
         "qkv": ((heads + 2 * kv_heads) * dim, c.hidden_size), "o": (c.hidden_size, heads * dim),
         "gate_up": (2 * c.intermediate_size, c.hidden_size), "down": (c.hidden_size, c.intermediate_size),
     }  # fmt: skip
-    layers = [(row[0].partition(HEAD)[0], *row[1:]) for row in rows]  # a head's kernels are compiled when it is met
+    layers = [
+        (row[0].partition(HEAD)[0].rstrip(CALIBRATED), *row[1:]) for row in rows
+    ]  # a head's kernels are compiled when it is met
     asked = [decode_step.Row(batch, length, *row) for row in layers if not row[0].endswith(ONLY)]
     decode_step.compile_all(asked, shapes, (heads, kv_heads, dim))
 
@@ -160,7 +202,7 @@ def kernel_forward(folder: Path, row: tuple[str, str, str], device: str) -> Forw
 
     model = loaded_model(folder, row, device)
 
-    def forward(rows: Any) -> Any:
+    def forward(rows: Any, first: int) -> Any:
         count, length = rows.shape
         cache = model.new_cache(count, length)
         batch = cache.extend({cache.new(): 1 for _ in range(count)}, reserve=length - 1)
@@ -168,8 +210,9 @@ def kernel_forward(folder: Path, row: tuple[str, str, str], device: str) -> Forw
         for at in range(length):
             step.tokens.copy_(rows[:, at])
             logits = step()
-            found = logits.new_empty(count, length, logits.shape[-1]) if found is None else found
-            found[:, at] = logits
+            if at >= first:
+                found = logits.new_empty(count, length - first, logits.shape[-1]) if found is None else found
+                found[:, at - first] = logits
         return found
 
     return forward
@@ -183,9 +226,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", default=",".join(ROWS), help="comma-separated, weights+keys/values")
     parser.add_argument("--paths", default=",".join(PATHS), help=f"of {', '.join(PATHS)}")
     parser.add_argument("--texts", default=",".join(TEXTS))
-    parser.add_argument("--windows", type=int, default=24, help="of each text")
+    parser.add_argument("--windows", type=int, default=48, help="of each text")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a window")
-    parser.add_argument("--batch", type=int, default=8, help="windows at a time")
+    parser.add_argument("--batch", type=int, default=48, help="windows at a time")
     parser.add_argument("--budget", type=float, default=570.0, help="seconds after which no further row is begun")
     parser.add_argument("--compile-only", action="store_true", help="compile the rows' kernels, and stop")
     parser.add_argument("--held-out", action="store_true", help="score only what benchmarks.train_small left out")
@@ -230,12 +273,18 @@ class Run:
         tokenizer = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
         self.ids = {}
         for name in o.texts:
-            text = (o.data / f"{name}.txt").read_text(encoding="utf-8")
-            text = train_small.held_out(text) if o.held_out else text
+            own = self.folder / f"{name}.txt"  # code.txt, which benchmarks.train_small kept back
+            text = (own if own.is_file() else o.data / own.name).read_text(encoding="utf-8")
+            text = train_small.held_out(text) if o.held_out and not own.is_file() else text
             text = text[: 8 * o.length * o.windows]  # a token has fewer than 8 characters here, on average 4
             self.ids[name] = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0].to(self.device)
         self.result = self._header() | {"model": o.name or self.folder.name, "length": o.length, "rows": []}
-        self.base = self._losses(float_forward(self.folder, self.device))
+        training = self.folder / "training.json"
+        if training.is_file():
+            self.result["training"] = json.loads(training.read_text(encoding="utf-8"))
+        self.items = self._items(tokenizer) if self.result.get("training", {}).get("tasks") else {}
+        self.logits: dict[str, list[Any]] = {}
+        self.base = self._losses(float_forward(self.folder, self.device), self.result.setdefault("float", {}))
 
     def _header(self) -> dict[str, Any]:
         if self.device == "cuda":
@@ -245,12 +294,30 @@ class Run:
             return gemm_bench.header(launch.detect(), self.o.commit)
         return {"gpu": "none", "commit": self.o.commit}
 
-    def _losses(self, forward: Forward) -> dict[str, list[float]]:
+    def _items(self, tokenizer: Any) -> dict[str, tasks.Rows]:
         import torch
 
-        o = self.o
+        made, generator = tasks.Tasks(tokenizer), torch.Generator().manual_seed(TASK_SEED)
+        return {name: made.make(task, TASK_ROWS, length, generator) for name, (task, length) in tasks.EVALUATED.items()}
+
+    def _losses(self, forward: Forward, facts: dict[str, Any]) -> dict[str, list[float]]:
+        """Losses of every window by text; divergences and shares of right items go into `facts`."""
+        import torch
+
+        o, found, apart = self.o, {}, []
         with torch.no_grad():
-            return {n: window_losses(forward, ids, o.length, o.windows, o.batch) for n, ids in self.ids.items()}
+            for name, ids in self.ids.items():
+                scores = window_scores(forward, ids, o.length, o.windows, o.batch, self.logits.get(name))
+                found[name], divergences, kept = scores
+                self.logits.setdefault(name, kept)
+                apart += divergences
+            for name, rows in self.items.items():
+                first = int(rows.answers.min()) - 1
+                share = tasks.exact(forward(rows.tokens.to(self.device), first), rows, first)
+                facts.setdefault("tasks", {})[name] = round(share, 4)
+        if apart:
+            facts["kl"] = round(statistics.fmean(apart), 6)
+        return found
 
     def rows(self) -> None:
         """All rows, simulated and by kernels."""
@@ -270,8 +337,14 @@ class Run:
         facts = {"row": text, "weights": row[0], "k_format": row[1], "v_format": row[2], "path": path}
         make = simulated_forward if path == "simulated" else kernel_forward
         try:
-            losses = self._losses(make(self.folder, row, self.device))
-        except (RuntimeError, ValueError) as error:  # of Terrazzo, or memory: it costs the row, not the run
+            if CALIBRATED in row[0]:
+                calibrated(self.folder, row[0], self.o.data / f"{CALIBRATION}.txt")
+            losses = self._losses(make(self.folder, row, self.device), facts)
+        except (
+            RuntimeError,
+            ValueError,
+            subprocess.CalledProcessError,
+        ) as error:  # of Terrazzo, or memory: it costs the row, not the run
             self.result["rows"].append(facts | {"failure": f"{type(error).__name__}: {str(error)[:300]}"})
             print(f"{text:36} {path:10} FAILED {' '.join(str(error).split())[:200]}", flush=True)
             return
@@ -289,7 +362,7 @@ class Run:
         out = o.out or (report.RESULTS / report.file_name(f"accuracy_{self.result['model']}", gpu))
         if o.out or self.device == "cuda":
             self.result["seconds"] = round(time.perf_counter() - self.start, 1)
-            self.result["float"] = {n: round(math.exp(statistics.fmean(x)), 4) for n, x in self.base.items()}
+            self.result["float"] |= {n: round(math.exp(statistics.fmean(x)), 4) for n, x in self.base.items()}
             out.write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
 
 

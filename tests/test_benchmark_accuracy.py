@@ -13,7 +13,7 @@ from terrazzo.ops.attention import pack_cache
 from terrazzo.ops.attention.decoding import reference
 from terrazzo.ops.products.kv import get_format
 
-from benchmarks import accuracy, accuracy_data, simulated, train_small
+from benchmarks import accuracy, accuracy_data, outliers, simulated, tasks, train_small
 
 
 def test_every_token_behind_the_first_is_scored_once():
@@ -24,15 +24,96 @@ def test_every_token_behind_the_first_is_scored_once():
 
 def test_losses_are_those_of_the_scored_tokens():
     ids = torch.randint(0, 11, (30,))
-    table = torch.randn(11, 11)
-    losses = accuracy.window_losses(lambda rows: table[rows], ids, 8, 4, batch=3)
-    wanted = [
-        torch.nn.functional.cross_entropy(
-            table[ids[first + begin - 1 : first + 7]], ids[first + begin : first + 8]
-        ).item()
-        for first, begin in accuracy.windows(30, 8, 4)
-    ]
-    assert losses == pytest.approx(wanted)
+    table, other = torch.randn(11, 11), torch.randn(11, 11)
+    losses, none, kept = accuracy.window_scores(lambda rows, first: table[rows[:, first:]], ids, 8, 4, batch=3)
+    cuts = [(first + begin, first + 8) for first, begin in accuracy.windows(30, 8, 4)]
+    wanted = [torch.nn.functional.cross_entropy(table[ids[a - 1 : b - 1]], ids[a:b]).item() for a, b in cuts]
+    assert losses == pytest.approx(wanted) and not none
+    _, apart, _ = accuracy.window_scores(lambda rows, first: other[rows[:, first:]], ids, 8, 4, 3, kept)
+    p, q = table.half().float().softmax(-1), other.softmax(-1)
+    by_token = (p * (p / q).log()).sum(-1)
+    assert apart == pytest.approx([by_token[ids[a - 1 : b - 1]].mean().item() for a, b in cuts], rel=1e-4)
+
+
+class Words:
+    """A tokenizer of MARKS and words."""
+
+    names = (*tasks.MARKS, *("\u0120" + "".join(chr(97 + x) for x in divmod(i, 26)) for i in range(tasks.WORDS)))
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def convert_ids_to_tokens(self, ids):
+        return [self.names[i] for i in ids]
+
+    def convert_tokens_to_ids(self, names):
+        return [self.names.index(name) for name in names]
+
+
+@pytest.mark.parametrize(("task", "length"), tasks.EVALUATED.values())
+def test_answers_follow_from_what_stands_before_them(task, length):
+    made = tasks.Tasks(Words())
+    rows = made.make(task, 3, length, torch.Generator().manual_seed(5))
+    assert rows.tokens.shape[1] <= length
+    for row in rows.tokens.tolist():
+        words = [token - len(tasks.MARKS) for token in row]
+        at = words.index(tasks.MARKS.index("<is>") - len(tasks.MARKS))
+        for places in rows.answers.tolist():
+            said = [words[place] for place in places]
+            if task == "copy":
+                assert said == words[1:at]
+            elif task == "lookup":
+                pairs = {tuple(words[i : i + 2]): words[i + 2 : i + 4] for i in range(1, at, 4)}
+                assert len(pairs) == (at - 1) // 4  # no key twice
+                assert said == pairs[tuple(words[places[0] - 2 : places[0]])]
+            else:
+                stack = []
+                for word in words[1:at]:
+                    if word < tasks.KINDS:
+                        stack.append(word)
+                    else:
+                        assert stack.pop() + tasks.KINDS == word
+                assert said == [kind + tasks.KINDS for kind in reversed(stack)]
+    labels = rows.labels()
+    answers = rows.answers.flatten()
+    assert torch.equal(labels[:, answers], rows.tokens[:, answers]) and (labels != -100).sum() == 3 * len(answers)
+
+
+def test_an_item_is_right_if_all_of_its_answer_is():
+    made = tasks.Tasks(Words())
+    rows = made.make("lookup", 2, 96, torch.Generator().manual_seed(1))
+    first = int(rows.answers.min()) - 1
+    logits = torch.nn.functional.one_hot(rows.tokens[:, first + 1 :], len(Words())).float()
+    logits = torch.cat([logits, logits[:, :1]], 1)
+    assert tasks.exact(logits, rows, first) == 1
+    logits[1, int(rows.answers[3, 1]) - 1 - first] *= -1
+    assert tasks.exact(logits, rows, first) == 1 - 1 / (2 * tasks.ASKED)
+
+
+@torch.no_grad()
+def test_outliers_leave_the_function_as_it_was():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, vocab_size=64,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).double().eval()
+    ids = torch.randint(64, (2, 9))
+    before = model(ids).logits
+    outliers.add_outliers(model)
+    assert (model(ids).logits - before).abs().max() < 1e-5
+    gain = model.model.layers[0].input_layernorm.weight
+    assert (gain > 19.9).sum() == 2 and gain.max() <= 100
+
+
+def test_sources_are_held_out_by_file_and_hashed_with_their_names(tmp_path):
+    for index in range(64):
+        (tmp_path / f"m{index:02d}.py").write_text(f"x = {index}\n")
+    trained, held, digest = train_small.python_sources(tmp_path)
+    assert len(trained) == 62 and held == ["x = 31\n", "x = 63\n"]
+    (tmp_path / "m00.py").rename(tmp_path / "a.py")
+    assert train_small.python_sources(tmp_path)[2] != digest
 
 
 def test_ratios_are_paired():
