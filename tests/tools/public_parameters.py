@@ -186,7 +186,8 @@ def differences(seen: Any, kept: Any, path: str = "") -> Iterator[str]:
 
 def main() -> int:
     """Compare, or write; returns the exit code."""
-    from tests.test_public_names import PUBLIC
+    sys.path.insert(0, str(ROOT / "tests"))
+    from test_public_names import PUBLIC
 
     found = snapshot(PUBLIC)
     if "--write" in sys.argv[1:]:
