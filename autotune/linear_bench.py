@@ -201,10 +201,15 @@ class E4M3Shape(ByteShape):
 
     def oracle(self, x: torch.Tensor, requests: Sequence[KernelRequest]) -> tuple[Any, ...]:
         from terrazzo.ops.w4a8 import fp8_reference as reference
+        from terrazzo.ops.w4a8 import mxfp8
 
-        q, scales = reference.quantize_activations(x)
+        if self.product.x.quant == mxfp8.FORM:
+            made = mxfp8.reference(x)
+            q, scales = made.q[:, : x.shape[-1]], made.token_scales()
+        else:
+            q, scales = reference.quantize_activations(x)
         bound = reference.forward_error_bound(q, scales, self.part, self.dtype)
-        more = 2.0**-10 * scales.double()[:, None] * self.magnitudes().sum(1)
+        more = 2.0**-10 * scales.double().view(len(q), -1).amax(1)[:, None] * self.magnitudes().sum(1)
         return reference.gemm(q, scales, self.part), bound, 2.0**-4, more
 
 

@@ -90,6 +90,7 @@ FORMATS: dict[str, Format] = {
     "w8a8": Format("W8A8, int8", "w8a8", ROW, (*byte_peers.INT8, *byte_peers.FP8), BRAIN),
     "w8a8_fp8": Format("W8A8, e4m3", "w8a8_fp8", ROW, byte_peers.FP8, BRAIN),
     "mxfp4_fp8": Format("MXFP4 on e4m3", "mxfp4_fp8", 32, (Marlin(), byte_peers.FP8[0]), BRAIN),
+    "mxfp4_mxfp8": Format("MXFP4 on MXFP8", "mxfp4_mxfp8", 32, (byte_peers.FP8[0],), BRAIN),
     "w4ax": Format("W4Ax", "w4ax", 128, (byte_inputs.OurW4A8(), byte_peers.INT8[0], byte_peers.FP8[0])),
     "nf4": Format("NF4 weights", "nf4", 64, (), BRAIN),
     "w4a16_bf16": Format("W4A16, bfloat16", "w4a16", 128, _INTEGERS, BRAIN, {"symmetric": True}, aside=True),

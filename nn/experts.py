@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,8 @@ from terrazzo.nn import glue, products
 from terrazzo.nn.formats import Format
 from terrazzo.nn.joined import join
 from terrazzo.nn.module import PackedModule
-from terrazzo.ops import moe, mxfp4, mxfp4_fp8, weights
+from terrazzo.ops import moe, weights
+from terrazzo.ops import stored_layers as stored
 from terrazzo.ops.grouped import GroupedWeight
 from torch import nn
 
@@ -131,14 +133,13 @@ class Experts(nn.Module):
         Args:
             gate_up: blocks uint8 [E, 2 I, hidden / 32, 16], scales uint8 [E, 2 I, hidden / 32], bias [E, 2 I].
             down: the same of [E, hidden, I]. target: to pack for; None takes the tensors' device.
-            activations: "e4m3" quantizes them for each product, with a scale for each token; None keeps 16 bits.
+            activations: "e4m3" quantizes them for each product, with a scale for each token; "mxfp8" with one for each
+                32 channels; None keeps 16 bits.
 
         Raises:
             ArgumentError: see `ops.mxfp4.from_gpt_oss`, and `ops.mxfp4_fp8`.
         """
-        if activations not in (None, "e4m3"):
-            raise ArgumentError("activations", activations, 'must be None or "e4m3"', "leave it out for 16 bits")
-        make = (mxfp4 if activations is None else mxfp4_fp8).from_gpt_oss
+        make = import_module(f"terrazzo.ops.{stored.of_mxfp4(activations).module}").from_gpt_oss
         return cls(make(*gate_up, gate_up="interleaved", target=target), make(*down, target=target), "swiglu_oai")
 
     def __len__(self) -> int:

@@ -64,8 +64,9 @@ def load(
         target: architecture to pack for; None the device's.
         weight_only: True multiplies 16-bit activations by the folder's FP8 and INT8 layers. False follows its config:
             8-bit activations, static or dynamic, where it states them and the GPU has such products (W8A8).
-        activations: "e4m3" quantizes what the folder's MXFP4 layers and experts multiply, a scale for each token; None
-            keeps 16 bits, which on an H100 takes no longer (docs/generate.md).
+        activations: "e4m3" quantizes what the folder's MXFP4 layers and experts multiply, a scale for each token;
+            "mxfp8" with one for each 32 channels. None keeps 16 bits, which on an H100 takes no longer
+            (docs/generate.md).
         max_tokens: of a sequence, for which caches that forward makes have room at first. They grow, and `generate` has
             caches of the size that a call needs.
         tensor_parallel: (rank, world) of the ranks that share the model, each of which calls load. Of layers, heads and

@@ -12,7 +12,7 @@ from terrazzo.nn import glue
 from terrazzo.ops import activation, launching, weights
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.linear.quantize.quantize_blocks import GATES
-from terrazzo.ops.quantized import BlockQuantizedActivations
+from terrazzo.ops.quantized import QUANTS, BlockQuantizedActivations
 from terrazzo.ops.w4a8 import entry as w4a8
 from terrazzo.ops.w4a8.activations import QuantizedActivations as Bytes
 from terrazzo.ops.w4a8.w8a8 import activations as w8a8_activations
@@ -85,6 +85,8 @@ def quantize(
         if on_kernels(x):
             return w8a8.quantize_activations(x, w)
         return import_module("terrazzo.ops.w4a8.w8a8.torch_op").quantize(x, w)
+    if w.ACTIVATIONS not in QUANTS and rms_weight is not None:
+        x, rms_weight = glue.rms_norm(x, rms_weight, eps), None
     facts = dict(smooth=w.smooth, rms_weight=rms_weight, eps=eps)
     if on_kernels(x):
         at = "sm_80" if w.target == "sm_80" else None
@@ -123,13 +125,15 @@ def in_rows(x: torch.Tensor, parts: int = 1) -> bool:
 
 def rows_form(layer: nn.Module) -> Form | None:
     """`quant`, `smooth` and `target` with which kernels on rows make what a layer multiplies; None for W4Ax. What they
-    do not make, static codes and zero points of W8A8, the layer makes of 16 bits."""
+    do not make, static codes and zero points of W8A8 and MXFP8, the layer makes of 16 bits."""
     if getattr(layer, "wide", True):
         return {}
     w = layer.packed
     w = w.stacked if isinstance(w, GroupedWeight) else w
     if isinstance(w, W4Ax):
         return None
+    if not isinstance(w, W8A8) and w.ACTIVATIONS not in QUANTS:
+        return {}
     form = dict(quant=w.ACTIVATIONS, smooth=w.smooth, target="sm_80" if w.target == "sm_80" else None)
     if isinstance(w, W8A8):
         own = {"e4m3_block128": {"column_scales": True}, "": {}}.get(w8a8_activations.form_of(w))

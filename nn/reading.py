@@ -16,6 +16,7 @@ from terrazzo.nn import foreign
 from terrazzo.nn.formats import Format
 from terrazzo.nn.parallel import TensorParallel
 from terrazzo.nn.sources import Published, Report
+from terrazzo.ops import stored_layers as stored
 from terrazzo.ops import weights
 from terrazzo.ops.attention.pairs import pair_of
 from terrazzo.ops.checkpoints import TensorFiles
@@ -72,11 +73,9 @@ class Asked:
             raise ArgumentError("weight_only", self.weight_only, "must be True or False", remedy)
         if self.target is not None:
             Target.parse(self.target)
-        if self.activations not in (None, "e4m3"):
-            remedy = "leave it out for 16 bits"
-            raise ArgumentError("activations", self.activations, 'must be None or "e4m3"', remedy)
+        stored.of_mxfp4(self.activations)
         if self.activations is not None and self.weight_only:
-            constraint = "keeps activations in 16 bits, and activations='e4m3' quantizes them"
+            constraint = f"keeps activations in 16 bits, and activations={self.activations!r} quantizes them"
             raise ArgumentError("weight_only", True, constraint, "pass one of the two")
         if isinstance(self.source, Mapping) and self.format is not None:
             constraint = "is of a folder's layers, and source has float tensors"

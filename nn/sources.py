@@ -17,9 +17,8 @@ from terrazzo.nn.formats import Format
 from terrazzo.nn.joined import JoinedLinear, at_one_scale, described, join, joined_bias
 from terrazzo.nn.linear import Linear
 from terrazzo.nn.module import stored_weight
-from terrazzo.ops import mxfp4 as mxfp4_weights
-from terrazzo.ops import mxfp4_fp8, weights
 from terrazzo.ops import stored_layers as stored
+from terrazzo.ops import weights
 from terrazzo.ops.checkpoints import Checkpoint, fields
 from terrazzo.ops.checkpoints.conventions import mxfp4
 from terrazzo.ops.grouped import GroupedWeight
@@ -368,7 +367,7 @@ class Published(Source):
         for leaf, part, share in (("gate_up_proj", "gate_up", shares[0]), ("down_proj", "down", shares[1])):
             order = "interleaved" if part == "gate_up" else None
             if any(self.has(f"{name}.{leaf}_{of}") for of in ("blocks", "scales")):
-                pack = mxfp4_fp8.pack if self.asked.activations else mxfp4_weights.pack
+                pack = stored.FAMILIES[stored.of_mxfp4(self.asked.activations).record].pack
                 self.quantizes_activations |= self.asked.activations is not None
                 pairs = ((pack(one, target=self.target), None) for one in self._small(f"{name}.{leaf}", order, share))
             elif self.quantize is None and self.has(f"{name}.{leaf}"):

@@ -179,6 +179,9 @@ REGISTRY: tuple[Support, ...] = (
     _linear(converted.MXFP4_FP8, "gpt_oss", "from_gpt_oss", "experts; gate and up rows interleaved or not"),
     _linear(converted.MXFP4_FP8, "compressed_tensors", "from_compressed_tensors", "mxfp4-pack-quantized, exact"),
     _linear(converted.MXFP4_FP8, "rtn", "quantize", "float weight, round to nearest, the better of two powers of two"),
+    _linear(converted.MXFP4_MXFP8, "gpt_oss", "from_gpt_oss", "experts; gate and up rows interleaved or not"),
+    _linear(converted.MXFP4_MXFP8, "compressed_tensors", "from_compressed_tensors", "mxfp4-pack-quantized, exact"),
+    _linear(converted.MXFP4_MXFP8, "rtn", "quantize", "float weight; x with a power of two for each 32 channels"),
     _linear(
         direct.W8A8,
         "rtn",

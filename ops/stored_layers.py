@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.checkpoints.loaders import Family
 from terrazzo.ops.products import converted, wide
 from terrazzo.ops.products.table import PRODUCTS
@@ -22,8 +23,24 @@ FAMILIES: dict[str, Family[Any, Any]] = {
     if one.conventions
 }
 """Operator -> what reads its layers. W8A8's is also that of e4m3."""
+QUANTIZED = {one.x.quant: one for one in PRODUCTS if one.on_request}
+"""What callers may ask of the activations of MXFP4 weights -> the product that quantizes them so."""
 _INTEGERS = {one.x.quant: one for one in (wide.W4A16, converted.W4A8, converted.W4A8_FP8)}
 """What a config says of activations -> product of 4-bit integers."""
+
+
+def of_mxfp4(activations: str | None) -> Product:
+    """The product of MXFP4 weights and such activations, None for 16 bits.
+
+    Raises:
+        ArgumentError: other ones.
+    """
+    if activations is None:
+        return wide.MXFP4
+    if activations not in QUANTIZED:
+        known = " or ".join(f'"{name}"' for name in QUANTIZED)
+        raise ArgumentError("activations", activations, f"must be None or {known}", "leave it out for 16 bits")
+    return QUANTIZED[activations]
 
 
 def operator_of(
@@ -45,7 +62,7 @@ def operator_of(
     Args:
         convention: key of `Checkpoint.layers()`'s values. target: None is any that has the instructions.
         weight_only: whether activations of FP8 and INT8 layers stay in 16 bits whatever the config says.
-        activations: "e4m3" quantizes those of MXFP4 layers.
+        activations: "e4m3" or "mxfp8" quantizes those of MXFP4 layers.
     """
     found = _product(convention, config, target, weight_only, activations)
     return found.root if found.direct else found.record

@@ -88,6 +88,9 @@ _E4M3_EXPERTS = replace(
 )
 """Of experts: with one token each two warpgroups were up to a fifth faster than four; in launches of 8192 tokens and
 more, at the power limit, 256 tokens 4 to 5 % faster than 128 (one run each on an H200, not kept)."""
+_MX = replace(  # estimates: with each 32 k a thread has as many factors to make as sums to scale
+    _E4M3, units={tile: cost * (1 + tile[0] / 128) for tile, cost in _E4M3.units.items() if tile[0] <= 128}
+)
 _BLOCKS = replace(  # of two-level scales: units fitted to 330 measurements on H200 (3 % rms), the rest W4A8's
     _S8,
     units={
@@ -167,6 +170,7 @@ COSTS: Mapping[str, Costs] = {
     "f16 post": Costs(_F16, _F16_PAIRS, _F16, _SMALL_F16),
     "s8 integer": Costs(_S8, _S8_PAIRS, _S8, _SMALL_S8),
     "e4m3 post": Costs(_E4M3, _E4M3, _E4M3_EXPERTS, _SMALL_S8),
+    "e4m3 mx": Costs(_MX, _MX, _MX, _SMALL_S8),
     "s8 direct": Costs(*[_direct(0.0, 1.1)] * 3, _SMALL_S8),
     "e4m3 fast": Costs(*[_direct(0.0, 1.1)] * 3, _SMALL_S8),
     "e4m3 promoted": Costs(*[_direct(0.1, 1.5)] * 3, _SMALL_S8),

@@ -8,7 +8,7 @@ has a form of its own names the weight before them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from terrazzo.schedules import tile_costs
@@ -109,6 +109,11 @@ def _crowded_16_bit(scaled: bool) -> Callable[[StreamK], str]:
     return crowded
 
 
+def _settled_sums(s: StreamK) -> int:
+    """Those of all row blocks, and those of one group of k."""
+    return (s.row_blocks * s.block_tokens + s.block_tokens // s.pieces) // 2
+
+
 def _said(s: StreamK) -> str:
     return f"{s.warpgroups} warpgroups with {s.sums} sums of a thread do not fit the registers"
 
@@ -123,6 +128,11 @@ def _crowded_e4m3(s: StreamK) -> str:
     """As of other bytes; and more than 128 tokens, whose ring is not unrolled, in two warpgroups of one row block."""
     if s.block_tokens > AT_ONCE and s.block_tokens <= 2 * AT_ONCE and s.row_blocks == 1:
         return "" if s.warpgroups == 2 else _said(s)
+    return _crowded_bytes(s)
+
+
+def _crowded_mx(s: StreamK) -> str:
+    """As of other bytes; factors of tokens take registers, too."""
     return _crowded_bytes(s)
 
 
@@ -262,9 +272,8 @@ FORMS: Mapping[str, Form] = {
     "f16 fold": _16_bit(scaled=False),
     "f16 post": _16_bit(scaled=True),
     "s8 integer": _bytes(_tile_sums, _crowded_bytes),
-    "e4m3 post": _bytes(  # the sums of all row blocks, and those of one group of k
-        lambda s: (s.row_blocks * s.block_tokens + s.block_tokens // s.pieces) // 2, _crowded_e4m3
-    ),
+    "e4m3 post": _bytes(_settled_sums, _crowded_e4m3),
+    "e4m3 mx": replace(_bytes(_settled_sums, _crowded_mx), token_bytes=4, small_tokens=0, widths=WIDTHS[:8]),
     "s8 direct": _direct(settles=False),
     "e4m3 fast": _direct(settles=False),
     "e4m3 promoted": _direct(settles=True),

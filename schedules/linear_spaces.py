@@ -38,7 +38,7 @@ def of(problem: Gemm) -> Space:
     """The schedules of a problem."""
     if problem.experts:
         return Grouped(problem)
-    if problem.weight in ("s8", "e4m3") and problem.activations == problem.weight:
+    if problem.scales == "mx" or (problem.weight in ("s8", "e4m3") and problem.activations == problem.weight):
         return Direct(problem)
     return {"f16": Linear, "s8": Bytes, "e4m3": E4M3, "s4_s8": Blocks}[problem.activations](problem)
 
@@ -128,7 +128,7 @@ class Bytes(Linear):
 
 
 class Direct(Bytes):
-    """Schedules of bytes times bytes, which have no program for small batches."""
+    """Schedules of bytes times bytes, and of groups of both operands, which have no program for small batches."""
 
     warp_tiles = multistage.FEW_TOKENS
 

@@ -26,7 +26,8 @@ class Gemm:
             of which the last `blocks8` blocks of 128 channels have 8 bits.
         scales: how they enter: "fold" into the operand, "post" on the f32 sums of a group, "integer" (an integer of the
             group in the operand, a scale of the channel on the sums), "block" on the sums of each block of 128 k; of
-            bytes as they are, on the sums of a tile: "direct", or of e4m3 "fast", and "promoted" with sums of 128 k.
+            bytes as they are, on the sums of a tile: "direct", or of e4m3 "fast", and "promoted" with sums of 128 k;
+            "mx" as "post", times those of a token's 32 k.
         symmetric: no zero points.
         channel_bytes: of a row of w, besides its records.
         out_bytes: of an element of y.
@@ -48,9 +49,11 @@ class Gemm:
     experts: int = field(default=0, kw_only=True)
 
     @staticmethod
-    def of_bytes(n: int, k: int, group: int, out_bytes: int = 2, activations: str = "s8", *, experts: int = 0) -> Gemm:
+    def of_bytes(
+        n: int, k: int, group: int, out_bytes: int = 2, activations: str = "s8", *, experts: int = 0, mx: bool = False
+    ) -> Gemm:
         """W4A8: 4-bit codes that become bytes, with a record of 128 bytes for each group, and channel scales."""
-        form = ("z4", "post") if activations == "e4m3" else ("u4_lqq", "integer")
+        form = ("z4", "mx" if mx else "post") if activations == "e4m3" else ("u4_lqq", "integer")
         own = dict(zip(("weight", "scales"), form), activations=activations, channel_bytes=4)
         return Gemm(n, k, 128 // group, 128, out_bytes=out_bytes, experts=experts, **own)
 

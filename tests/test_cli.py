@@ -343,7 +343,7 @@ def test_every_operator_names_its_kernels_or_says_what_to_give(capsys, op):
     if op in ("attention", "norm", "activation", "rope"):
         assert code == 2 and len(err.splitlines()) == 1 and ("--kv" in err or "--model" in err)
     else:
-        family = "w4a8" if op == "mxfp4_fp8" else op  # whose programs take its weight format
+        family = "w4a8" if op in ("mxfp4_fp8", "mxfp4_mxfp8") else op  # whose programs take its weight format
         assert code == 0 and any(name.startswith(f"{family}.") for name in json.loads(out)["kernels"])
 
 

@@ -170,7 +170,7 @@ def test_no_circles_at_import_time():
     assert not circles(edges)
 
 
-PUBLIC = {"terrazzo.ops.w8a8": "w4a8", "terrazzo.ops.mxfp4_fp8": "w4a8"}
+PUBLIC = {"terrazzo.ops.w8a8": "w4a8", "terrazzo.ops.mxfp4_fp8": "w4a8", "terrazzo.ops.mxfp4_mxfp8": "w4a8"}
 """Public names of modules that lie in a family's folder."""
 
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent / "tools"))
 import public_parameters
 
 ROOT = Path(__file__).parents[1]
-OPS = ("fp8", "moe", "mxfp4", "mxfp4_fp8", "nf4", "nvfp4", "registry", "w4a8.fp8", "w8a8", "w8a16")
+OPS = ("fp8", "moe", "mxfp4", "mxfp4_fp8", "mxfp4_mxfp8", "nf4", "nvfp4", "registry", "w4a8.fp8", "w8a8", "w8a16")
 MODULES = (
     "terrazzo.integrations.transformers",
     "terrazzo.layouts.tilelang",

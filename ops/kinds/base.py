@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from terrazzo.ops.call import plans
 from terrazzo.ops.grouped import all_tokens
+from terrazzo.ops.quantized import QUANTS
 
 if TYPE_CHECKING:
     from terrazzo.lowering.request import KernelRequest
@@ -130,7 +131,8 @@ class Kind(ABC):
 
     def quant(self, layer: Linear) -> dict[str, Any]:
         """What norms and gates are asked for in front of a layer: 16 bits where it quantizes them itself."""
-        return dict(quant=self.product.x.quant)
+        quant = self.product.x.quant
+        return dict(quant=quant if quant in QUANTS else None)
 
     def skipped(self, layer: Linear, target: Target) -> str:
         """Why no kernels are named for a layer, or ""."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import launching, w4a8
 from terrazzo.ops.kinds.base import Facts, Kind, Serving
-from terrazzo.ops.w4a8 import activations, op
+from terrazzo.ops.w4a8 import mxfp8, op
 from terrazzo.schedules import records
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Converted(Kind):
 
     def beside(self, m: int, facts: Facts, target: Target) -> list[KernelRequest]:
         own = dict(dtype=facts["out_dtype"], gain=False, norm=False, codes=self.product.x.quant)
-        return [activations.plan(m, facts["k"], **own, target=target)]
+        return [mxfp8.quantizer(m, facts["k"], **own, target=target)]
 
     def _layer(self, layer: Linear, serving: Serving) -> dict[str, Any]:
         """What tells kernels of a layer apart, besides sizes; the dequantization is asked for where there are two."""
@@ -54,7 +54,7 @@ class Converted(Kind):
     def _quantizers(self, layer: Linear, serving: Serving, rows: Sequence[int]) -> list[KernelRequest]:
         facts = dict(dtype=serving.dtype, target=serving.target, codes=self.product.x.quant)
         forms = [(norm, gain) for norm in serving.norms for gain in ((True,) if norm else serving.smooths)]
-        made = (activations.plan(m, layer.k, **facts, norm=norm, gain=gain) for m in rows for norm, gain in forms)
+        made = (mxfp8.quantizer(m, layer.k, **facts, norm=norm, gain=gain) for m in rows for norm, gain in forms)
         return list(dict.fromkeys(made))
 
     def requests(self, layer: Linear, serving: Serving) -> list[KernelRequest]:

@@ -7,7 +7,7 @@ as layout inference puts them; blocks of one k stand side by side along the rows
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from terrazzo.layouts.converters.codebook import NF4 as _NF4
 from terrazzo.lowering.errors import ArgumentError
@@ -128,6 +128,8 @@ Z4 = Codes("z4", 4, (32, 64, 128), True, 128, HALVES)
 """Integers -8..7, which are exact in e4m3, with a scale for each group."""
 MXFP4_UNITS = Codes("mxfp4_units", 4, (32,), False, 32, ("e8m0",), _E2M1)
 """MXFP4's codes where activations are e4m3."""
+MXFP4_GROUPS = replace(MXFP4_UNITS, name="mxfp4_groups")
+"""The same where these have a power of two for each 32 k, too."""
 S8 = Codes("int8", 8, (), True, 0, ("float32",))
 E4M3 = Codes("e4m3", 8, (128,), True, 0, ("float32",), _E4M3)
 """Bytes that are operands as they are, with a scale for each row, or of e4m3 for each block of 128 x 128."""

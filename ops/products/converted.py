@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from terrazzo.ops.products import codes, planes
 from terrazzo.ops.products.product import EVERYWHERE, ON_HOPPER, Product, programs
-from terrazzo.ops.products.ways import E4M3, INT8
+from terrazzo.ops.products.ways import E4M3, INT8, MXFP8
 
 W4A8 = Product(
     record="w4a8",
@@ -53,5 +53,21 @@ MXFP4_FP8 = Product(
     on_request=True,
     ran=ON_HOPPER,
     wheel="one model of the table's has it",
+    instead="multiply 16-bit activations there: terrazzo.ops.mxfp4 packs the same codes as weight-only",
+)
+MXFP4_MXFP8 = Product(
+    record="mxfp4_mxfp8",
+    word="mxfp4-mxfp8",
+    kernels="w4a8",
+    codes=codes.MXFP4_GROUPS,
+    x=MXFP8,
+    layout="mxfp4_fp8",
+    programs=programs("linear.bytes", MXFP8, ("", "")),
+    planes=planes.UNITS,
+    facts=("group_size",),
+    version="terrazzo.mxfp4_mxfp8/1",
+    conventions={"mxfp4": 4},
+    on_request=True,
+    wheel="no model of the table's has it",
     instead="multiply 16-bit activations there: terrazzo.ops.mxfp4 packs the same codes as weight-only",
 )

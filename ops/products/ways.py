@@ -38,6 +38,7 @@ F16 = Input("", "f16", "f16")
 INT8 = Input("int8", "s8", "s8", "int8")
 E4M3 = Input("float8_e4m3fn", "e4m3", "e4m3", "e4m3")
 E4M3_BLOCKS = Input("float8_e4m3fn", "e4m3", "e4m3", "e4m3_block128")
+MXFP8 = Input("float8_e4m3fn", "e4m3", "e4m3", "mxfp8")
 MIXED = Input("int4+int8", "s8", "s4_s8")
 
 
@@ -99,6 +100,7 @@ WAYS: dict[str, tuple[Way, ...]] = {
     codes.U4_LQQ.name: (_bytes("xor", INTEGER, "u4_s8_lqq"), _bytes("unsigned", INTEGER, "u4_u8_lqq")),
     codes.Z4.name: (_bytes("e4m3", POST, "z4_e4m3"),),
     codes.MXFP4_UNITS.name: (_bytes("e2m1", POST, "e2m1_e4m3"),),
+    codes.MXFP4_GROUPS.name: (_bytes("e2m1_mx", POST, "e2m1_e4m3", cost="mx"),),
     codes.S8.name: (_bytes("s8", DIRECT, "s8_s8", asked=False), _bytes("s8_zeros", DIRECT, "s8_s8", asked=False)),
     codes.E4M3.name: (
         _bytes("promoted", DIRECT, "e4m3_e4m3", cost="promoted"),

@@ -80,7 +80,7 @@ def run(
         out = _scratch(shape, m, codes, at, x) if scratch and found else None
         out = empty(tuple(shape), x.device, codes) if out is None else out
     else:
-        _check_out(out, shape, x.device, codes)
+        check_out(out, shape, x.device, codes)
         for part in (out.q, out.scales, out.row_sums):
             if part is not None and x.is_contiguous():  # else a copy is read
                 launching.check_apart(part, "out", x=x)
@@ -214,7 +214,7 @@ def check_vectors(smooth: torch.Tensor | None, rms_weight: torch.Tensor | None, 
             )
 
 
-def _check_out(out: QuantizedActivations, shape: tuple[int, ...], device: torch.device, codes: str) -> None:
+def check_out(out: QuantizedActivations, shape: tuple[int, ...], device: torch.device, codes: str) -> None:
     if not isinstance(out, QuantizedActivations):
         remedy = "keep what an earlier call returned"
         raise ArgumentError("out", weights.kind(out), "must be QuantizedActivations of w4a8", remedy)
@@ -226,7 +226,7 @@ def _check_out(out: QuantizedActivations, shape: tuple[int, ...], device: torch.
 
 
 def copy_into(out: QuantizedActivations, found: QuantizedActivations) -> QuantizedActivations:
-    _check_out(out, found.shape, found.device, found.codes)
+    check_out(out, found.shape, found.device, found.codes)
     for name in ("q", "scales", *(["row_sums"] if found.row_sums is not None else [])):
         getattr(out, name).copy_(getattr(found, name))
     return out

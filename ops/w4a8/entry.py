@@ -12,7 +12,7 @@ from terrazzo.ops.call.linear import Linear
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.linear.bytes import fp8_problem
 from terrazzo.ops.linear.bytes.fp8_problem import CONVERTERS
-from terrazzo.ops.w4a8 import activations, op
+from terrazzo.ops.w4a8 import activations, mxfp8, op
 from terrazzo.ops.w4a8.activations import QuantizedActivations
 
 if TYPE_CHECKING:
@@ -44,12 +44,14 @@ class Calls(Linear):
         return op.facts_of(w, str(out_dtype)[6:], not no_bias, choices, experts)
 
     def sums_dtype(self, w: op.Weight) -> str:
-        return "float32" if w.ACTIVATIONS == "e4m3" else "int32"
+        return "int32" if w.ACTIVATIONS == "int8" else "float32"
 
     def step(self, plan: Plan, m: int) -> int:
         return op.tokens_per_launch(plan, m)
 
     def quantize(self, x: torch.Tensor, w: op.Weight, alone: bool) -> QuantizedActivations:
+        if w.ACTIVATIONS == mxfp8.FORM:
+            return mxfp8.run(x)
         at = "sm_80" if alone and w.target == "sm_80" else None
         return activations.run(x, w.smooth, None, 0.0, None, at, w.ACTIVATIONS, alone)
 
@@ -63,7 +65,7 @@ class Calls(Linear):
         """On e4m3 there are no row sums."""
         import torch
 
-        if w.ACTIVATIONS != "e4m3":
+        if w.ACTIVATIONS == "int8":
             return (), None
         return (), launching.argument(*launching.stand_ins(x.device, torch.int32))
 
@@ -192,7 +194,8 @@ def quantize_activations(
             (through `.data`, say), call `terrazzo.forget(rms_weight)`.
         out: written and returned instead of new tensors.
         target: "sm_80" runs the program of that target on a newer GPU.
-        codes: "int8", or "e4m3" for weights of `fp8` (sm_89, sm_90a).
+        codes: "int8", or "e4m3" for weights of `fp8` (sm_89, sm_90a); "mxfp8", of `mxfp4_mxfp8`, has neither smooth
+            vectors nor norms, and makes `MXActivations`.
 
     Raises:
         ArgumentError: an operand that does not fit. CaptureError: a kernel that was never launched is met during CUDA
@@ -211,9 +214,15 @@ def quantize_activations(
             for name, vector in (("smooth", smooth), ("rms_weight", rms_weight)):
                 if vector is not None:
                     launching.check_tensor(vector, name, "float [{}]", x.shape[-1] if x.ndim else "K")
-            activations.check_codes(codes)
+            if codes == mxfp8.FORM:
+                mxfp8.check_plain(smooth, rms_weight)
+            else:
+                activations.check_codes(codes)
             found = torch_op.quantize(x, smooth, rms_weight, eps, target, codes)
             return found if out is None else activations.copy_into(out, found)
+    if codes == mxfp8.FORM:
+        mxfp8.check_plain(smooth, rms_weight)
+        return mxfp8.run(x, out)
     return activations.run(
         x, smooth, rms_weight, eps, out, None if target is None else Target.parse(target).arch, codes
     )

@@ -64,8 +64,15 @@ def gemm(
     weight: QuantizedWeight | PackedWeight,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """float64 [M, N], unrounded: the product of the quantized operands, plus `bias` (else the weight's own)."""
-    y = (q.double() @ weight.dequantize().T) * scales.double()[:, None]
+    """float64 [M, N], unrounded: the product of the quantized operands, plus `bias` (else the weight's own).
+
+    scales: [M], or [M, G] of the weight's groups of k (MXFP8).
+    """
+    if scales.ndim == 2:
+        wide = scales.double().repeat_interleave(weight.group_size, dim=1)[:, : weight.k]
+        y = (q.double() * wide) @ weight.dequantize().T
+    else:
+        y = (q.double() @ weight.dequantize().T) * scales.double()[:, None]
     bias = weight.bias if bias is None else bias
     return y if bias is None else y + bias.double()
 
@@ -86,6 +93,8 @@ def forward_error_bound(
 
         g / 32 * 33 * 2^-fraction_bits * max(8 max(X, 2^-6), S).
 
+    Where `scales` are those of groups, powers of two, they are part of the factors, exactly.
+
     The float32 sums over G groups, in any split along k, round at most 2 G times: 2 G u sum |factor| S, u = 2^-24. Then
     as on int8: the products with both scales, the bias and the result round once each.
     """
@@ -101,9 +110,10 @@ def forward_error_bound(
         sums = magnitude[:, part] @ values[:, part].T
         peak = 8 * magnitude[:, part].amax(dim=1, keepdim=True).clamp(min=2.0**-6)
         steps = group // _STEP
+        factor = factor * scales.double()[:, index : index + 1] if scales.ndim == 2 else factor
         total += factor * sums
         lost += factor * steps * (_STEP + 1) * 2.0**-fraction_bits * torch.maximum(sums, peak)
-    unit = channel_scales * scales.double()[:, None].abs()
+    unit = channel_scales * (1 if scales.ndim == 2 else scales.double()[:, None].abs())
     error = 1.01 * unit * (lost + 2 * (index + 1) * _U * (total + lost))
     ref = gemm(q, scales, weight, bias)
     bias = weight.bias if bias is None else bias

@@ -112,12 +112,15 @@ def pack(weight: small_floats.QuantizedWeight, *, target: Target | str | None = 
         ArgumentError: another weight, a target without e4m3, scales above 2^113, or a row whose scales lie too far
             apart: factors of float16 span 39 binades. TargetError: see `Target.parse`.
     """
-    if not isinstance(weight, small_floats.QuantizedWeight) or weight.weight != MXFP4.name:
-        constraint = "must be a canonical weight of MXFP4"
-        raise ArgumentError(
-            "weight", weights.kind(weight), constraint, "use mxfp4_fp8.quantize, or pack(codes, scales)"
-        )
+    check(weight, MXFP4_FP8.module)
     return PackedWeight._of(weight, target)
+
+
+def check(weight: small_floats.QuantizedWeight, module: str) -> None:
+    """Raise ArgumentError unless a weight is a canonical one of MXFP4, which this module of terrazzo.ops packs."""
+    if not isinstance(weight, small_floats.QuantizedWeight) or weight.weight != MXFP4.name:
+        remedy = f"use {module}.quantize, or pack(codes, scales)"
+        raise ArgumentError("weight", weights.kind(weight), "must be a canonical weight of MXFP4", remedy)
 
 
 def split_scales(weight: small_floats.QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,11 +16,11 @@ from terrazzo.ops.linear.bytes import fp8_problem
 from terrazzo.ops.linear.bytes import multistage as multistage_program
 from terrazzo.ops.linear.bytes import small_batch as small_batch_program
 from terrazzo.ops.linear.bytes import stream_k as stream_k_program
-from terrazzo.ops.linear.bytes.fp8_problem import CONVERTERS, E2M1, E4M3
+from terrazzo.ops.linear.bytes.fp8_problem import CONVERTERS, E2M1, E2M1_MX, E4M3
 from terrazzo.ops.linear.sizes import shapeless
-from terrazzo.ops.products.converted import MXFP4_FP8, W4A8, W4A8_FP8
+from terrazzo.ops.products.converted import MXFP4_FP8, MXFP4_MXFP8, W4A8, W4A8_FP8
 from terrazzo.ops.products.product import Product
-from terrazzo.ops.w4a8 import activations, fp8_format
+from terrazzo.ops.w4a8 import activations, fp8_format, mxfp8
 from terrazzo.ops.w4a8.activations import QuantizedActivations
 from terrazzo.ops.w4a8.format import GROUPS, UNIT_K, PackedWeight
 from terrazzo.ops.w4a8.reference import DEQUANTIZATIONS, OUT_DTYPES
@@ -44,7 +44,8 @@ class Facts(plans.Facts):
 
     Attributes:
         group_size: k of a scale. out_dtype: "float16", "bfloat16" or "int32".
-        dequantization: see `gemm`; "e4m3" is the form of `fp8` weights, "e2m1" that of `mxfp4_fp8`.
+        dequantization: see `gemm`; "e4m3" is the form of `fp8` weights, "e2m1" that of `mxfp4_fp8`, "e2m1_mx" that of
+            `mxfp4_mxfp8`.
         pipeline: see `gemm`.
     """
 
@@ -69,7 +70,7 @@ class Facts(plans.Facts):
     @property
     def product(self) -> Product:
         """The kind of linear layer."""
-        return {E4M3: W4A8_FP8, E2M1: MXFP4_FP8}.get(self.dequantization, W4A8)
+        return {E4M3: W4A8_FP8, E2M1: MXFP4_FP8, E2M1_MX: MXFP4_MXFP8}.get(self.dequantization, W4A8)
 
     @property
     def record(self) -> str:
@@ -85,6 +86,9 @@ class Facts(plans.Facts):
         check_choices(self.k, self.out_dtype, self.dequantization, self.pipeline)
         fp8_problem.of(**self.params())
         self.product.check(target)
+        if self.pipeline == "small_batch" and self.dequantization == E2M1_MX:
+            constraint = "has no program for scales of groups of both operands"
+            raise ArgumentError("pipeline", self.pipeline, constraint, "leave it 'auto'")
         if self.pipeline == "imfp" and not self.experts and not target.supports("wgmma.s8"):
             raise ArgumentError("pipeline", self.pipeline, f"{target.arch} has no wgmma of bytes", "leave it 'auto'")
         on_mma = self.pipeline in ("small_batch", "multistage")
@@ -95,7 +99,7 @@ class Facts(plans.Facts):
     def gemm(self) -> Gemm:
         activations_of = "e4m3" if self.dequantization in CONVERTERS else "s8"
         sizes = (self.n, activations.padded(self.k), self.group_size, self.out_bytes)
-        return Gemm.of_bytes(*sizes, activations_of, experts=self.experts)
+        return Gemm.of_bytes(*sizes, activations_of, experts=self.experts, mx=self.dequantization == E2M1_MX)
 
     def params(self) -> dict[str, Any]:
         own = dict(n=self.n, k=activations.padded(self.k), group=self.group_size, out_dtype=self.out_dtype)
@@ -163,8 +167,8 @@ def kernel_requests(
     tokens = plans.tokens_of(facts, m, at)
     found = plans.requests(facts, tokens, at)
     made = dict(dtype=dtype, gain=smooth, norm=False, target=at)
-    made |= dict(codes="e4m3" if dequantization in CONVERTERS else "int8")
-    return list(dict.fromkeys([*found, *(activations.plan(t, k, **made) for t in tokens if dtype)]))
+    made |= dict(codes=facts.product.x.quant)
+    return list(dict.fromkeys([*found, *(mxfp8.quantizer(t, k, **made) for t in tokens if dtype)]))
 
 
 def _kept_group(group_size: int, k: int, dequantization: str) -> int:
@@ -231,7 +235,7 @@ def weight_requests(
     tokens, before = launching.tokens_of(m), []
     if dtype is not None:
         made = dict(dtype=str(dtype)[6:], gain=w.smooth is not None, norm=False, target=target, device=device)
-        before = [activations.plan(t, w.k, **made, codes=w.ACTIVATIONS) for t in tokens]
+        before = [mxfp8.quantizer(t, w.k, **made, codes=w.ACTIVATIONS) for t in tokens]
     return plans.requests(facts, tokens, target, device, before)
 
 
@@ -254,7 +258,7 @@ def check_codes(x: QuantizedActivations, w: Weight) -> None:
 
 def check_sums(x: QuantizedActivations, w: Weight) -> None:
     """Raise ArgumentError unless int8 activations have the sums of their rows."""
-    if x.row_sums is None and w.ACTIVATIONS != "e4m3":
+    if x.row_sums is None and w.ACTIVATIONS == "int8":
         raise ArgumentError("x", "no row_sums", f"must have them: {w!r} reads them", "quantize_activations(x)")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from terrazzo.ops import launching
 from terrazzo.ops.call.nodes import Node
-from terrazzo.ops.w4a8 import fp8_format, fp8_reference, mxfp4_format, reference
+from terrazzo.ops.w4a8 import activations, fp8_format, fp8_reference, mxfp4_format, mxfp8, reference
 from terrazzo.ops.w4a8.activations import QuantizedActivations, padded
 from terrazzo.ops.w4a8.format import PackedWeight
 
@@ -21,6 +21,9 @@ def quantize(
 ) -> QuantizedActivations:  # fmt: skip
     """`quantize_activations` as one opaque node of a graph."""
     arch = "" if target is None else str(getattr(target, "arch", target))
+    if codes == mxfp8.FORM:
+        q, scales = torch.ops.terrazzo.w4a8_mxfp8_quantize(x)
+        return mxfp8.MXActivations(q, scales, None, tuple(x.shape))
     if codes == "e4m3":
         q, scales = torch.ops.terrazzo.w4a8_fp8_quantize(x, smooth, rms_weight, eps, arch)
         return QuantizedActivations(q, scales, None, tuple(x.shape))
@@ -61,12 +64,28 @@ class _Node(Node):
         choices: tuple[str, str],
     ) -> torch.Tensor:  # fmt: skip
         q = x.q[:, : w.k]
-        if w.ACTIVATIONS == "e4m3":
-            return fp8_reference.gemm(q, x.scales, w, bias).to(out_dtype)
+        if w.ACTIVATIONS != "int8":
+            scales = x.token_scales() if isinstance(x, mxfp8.MXActivations) else x.scales
+            return fp8_reference.gemm(q, scales, w, bias).to(out_dtype)
         return reference.forward(q, x.scales, w, bias, out_dtype)
 
 
-NODES = {"int8": _Node("w4a8", "row_sums", "dequantization"), "e4m3": _Node("w4a8_fp8", "", "")}
+class _GroupsNode(_Node):
+    """The same of MXFP8 activations."""
+
+    def weight(self, given: Any) -> Weight:
+        sizes = given.n, given.k, given.group_size
+        held = given.words, given.channel_scales
+        return mxfp8.PackedWeight(*held, *sizes, given.layout, None, None, given.target or None)
+
+    def activations(self, given: Any) -> mxfp8.MXActivations:
+        return mxfp8.MXActivations(given.q, given.scales, None, (given.q.shape[0], given.k))
+
+
+NODES = {
+    "int8": _Node("w4a8", "row_sums", "dequantization"), "e4m3": _Node("w4a8_fp8", "", ""),
+    mxfp8.FORM: _GroupsNode("w4a8_mxfp8", "", ""),
+}  # fmt: skip
 
 
 def call(
@@ -127,3 +146,18 @@ def _(x, smooth, rms_weight, eps, target):
     m = prod(x.shape[:-1])
     q = x.new_empty((m, padded(x.shape[-1])), dtype=torch.float8_e4m3fn)
     return q, x.new_empty(m, dtype=torch.float32)
+
+
+@torch.library.custom_op("terrazzo::w4a8_mxfp8_quantize", mutates_args=())
+def w4a8_mxfp8_quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """q float8_e4m3fn [M, K16], scales int32 [W, M4] of x [..., K]."""
+    if not x.is_cuda:
+        activations.check_dtype(x)
+    made = mxfp8.run(x) if x.is_cuda else mxfp8.reference(x)
+    return made.q, made.scales
+
+
+@w4a8_mxfp8_quantize.register_fake
+def _(x):
+    made = mxfp8.empty((prod(x.shape[:-1]), x.shape[-1]), x.device)
+    return made.q, made.scales

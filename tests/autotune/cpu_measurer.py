@@ -12,11 +12,11 @@ import os
 import torch
 from terrazzo.autotune import gemm_bench, measure, measurer
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import attention, mxfp4, mxfp4_fp8, nf4, nvfp4, w4a8, w4a16, w4ax, w8a8, w8a16
+from terrazzo.ops import attention, mxfp4, mxfp4_fp8, mxfp4_mxfp8, nf4, nvfp4, w4a8, w4a16, w4ax, w8a8, w8a16
 from terrazzo.ops import fp8 as fp8_weights
 from terrazzo.ops.attention.decoding import reference as caches
 from terrazzo.ops.attention.prefilling import prefill_reference as prefills
-from terrazzo.ops.w4a8 import fp8
+from terrazzo.ops.w4a8 import fp8, mxfp8
 from terrazzo.ops.w4a8 import fp8_reference as integers_fp8
 from terrazzo.ops.w4a8 import reference as integers
 from terrazzo.ops.w4a8.w8a8 import activations as byte_activations
@@ -58,7 +58,7 @@ def grouped_weight_only(op: str, x, w, offsets, out):
 
 def gemm8(x, w, *, out, out_dtype=torch.float16, **options):
     if isinstance(x, tuple):
-        op = "mxfp4_fp8" if w.DEQUANTIZATION == "e2m1" else "w4a8_fp8"
+        op = w._product.record
         return out.copy_(misbehave(op, integers_fp8.gemm(*x, w).to(out_dtype)))
     return out.copy_(misbehave("w4a8", integers.gemm(x.q, x.scales, w).to(out_dtype)))
 
@@ -84,7 +84,7 @@ def grouped_fp8(x, w, offsets, *, out, out_dtype):
     q, scales = x
     for e, (lo, hi) in enumerate(itertools.pairwise(offsets.tolist())):
         out[lo:hi] = integers_fp8.gemm(q[lo:hi], scales[lo:hi], w[e]).to(out_dtype)
-    op = "mxfp4_fp8" if w.stacked.DEQUANTIZATION == "e2m1" else "w4a8_fp8"
+    op = w.stacked._product.record
     return misbehave(f"{op}_grouped", out)
 
 
@@ -113,6 +113,11 @@ def prefill(q, cache, starts, most, *, out):
 
 def quantize_fp8(x):
     return integers_fp8.quantize_activations(x)
+
+
+def quantize_mxfp8(x):
+    made = mxfp8.reference(x)
+    return made.q[:, : made.k], made.token_scales()
 
 
 def time_calls(calls, budget_ms, sustained=False):
@@ -147,6 +152,9 @@ def patch(put) -> None:
         (mxfp4_fp8, "gemm", gemm8),
         (mxfp4_fp8, "quantize_activations", quantize_fp8),
         (mxfp4_fp8, "grouped_gemm", grouped_fp8),
+        (mxfp4_mxfp8, "gemm", gemm8),
+        (mxfp4_mxfp8, "quantize_activations", quantize_mxfp8),
+        (mxfp4_mxfp8, "grouped_gemm", grouped_fp8),
         (w8a8, "grouped_gemm", grouped_bytes),
         (w8a8, "quantize_activations", byte_activations.on_cpu),
         (w4ax, "gemm", gemmx),

@@ -60,6 +60,7 @@ TILE = dict(block_tokens=16, warpgroups=2, row_blocks=1, stages=4, raster=8)
 MANY = {
     "w4a8_fp8": ("stream_k", TILE, {"raster": 4}),
     "mxfp4_fp8": ("stream_k", TILE, {"raster": 4}),
+    "mxfp4_mxfp8": ("stream_k", TILE, {"raster": 4}),
     "w4ax": ("integer", dict(block_tokens=16, warpgroups=2, stages=4, raster=8), {"raster": 4}),
     "w4a8_grouped": ("grouped", TILE, {"raster": 4}),
     **{
@@ -70,6 +71,7 @@ MANY = {
     **{f"{of_codes(one).record}_grouped": ("grouped", TILE | {"stage_k": 64}, {"raster": 4}) for one in WIDE.values()},
     "w4a8_fp8_grouped": ("grouped", TILE, {"raster": 4}),
     "mxfp4_fp8_grouped": ("grouped", TILE, {"raster": 4}),
+    "mxfp4_mxfp8_grouped": ("grouped", TILE, {"raster": 4}),
     "w8a8_grouped": ("grouped", TILE, {"raster": 4}),
     "w8a8_fp8_grouped": ("grouped", TILE, {"raster": 4}),
     "attention_prefill": ("prefill_shared", dict(row_tiles=8, warps=8, stages=2, buffers=2), {"stages": 3}),
@@ -91,7 +93,7 @@ def test_every_operator_is_checked_by_its_oracle(on_the_cpu, op):
     said = bench.peer(problem)
     assert said["status"] == ("ok" if op in set(BY_RECORD) else "error")
     request = get_operator(op).request(problem, program, good, cpu_measurer.H200)
-    family = "w4a8" if op.startswith("mxfp4_fp8") else op.split("_")[0]
+    family = "w4a8" if op.startswith(("mxfp4_fp8", "mxfp4_mxfp8")) else op.split("_")[0]
     assert good.items() <= dict(request.params).items() and request.name == f"{family}.{program}"
     illegal = {"warpgroups": 4, "block_tokens": 256} if "warpgroups" in good else {"warps": 40}
     with pytest.raises(ArgumentError, match="schedule"):

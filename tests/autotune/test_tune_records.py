@@ -332,6 +332,7 @@ OTHERS = {
     "w4ax": dict(shapes=((6144, 4096),), m=(60,)),
     "w4a8_fp8": dict(shapes=((6144, 4096),), m=(60,)),
     "mxfp4_fp8": dict(shapes=((6144, 4096),), m=(60,)),
+    "mxfp4_mxfp8": dict(shapes=((6144, 4096),), m=(60,)),
     "w4a16_grouped": dict(shapes=((4096, 7168),), m=(480,)),
     "w4a8_grouped": dict(shapes=((4096, 7168),), m=(480,)),
     "w4a8_fp8_grouped": dict(shapes=((4096, 7168),), m=(480,)),

@@ -55,7 +55,7 @@ def problem_of(op: str, n: int, k: int, m: int) -> Problem:
 def test_spaces_are_legal_by_construction(shape, m, op, arch):
     """Every candidate fits the target, becomes the kernel that it names, and survives its record."""
     arch = "sm_90a" if "grouped" in op else arch
-    arch = "sm_89" if (op in ("w4a8_fp8", "mxfp4_fp8", "w8a8_fp8"), arch) == (True, "sm_80") else arch
+    arch = "sm_89" if (op in ("w4a8_fp8", "mxfp4_fp8", "mxfp4_mxfp8", "w8a8_fp8"), arch) == (True, "sm_80") else arch
     target, problem = Target.parse(arch), problem_of(op, *shape, m)
     space, m = get_operator(op).space(problem), problem.m
     found = space.candidates(target, m, most=40)
@@ -68,7 +68,7 @@ def test_spaces_are_legal_by_construction(shape, m, op, arch):
     for it in (found[0], found[-1]):
         request = get_operator(op).request(problem, it.program, it.params, target)
         name, entry = KERNELS.get(it.program, (it.program, ""))
-        family = "w4a8" if op.startswith("mxfp4_fp8") else op.split("_")[0]
+        family = "w4a8" if op.startswith(("mxfp4_fp8", "mxfp4_mxfp8")) else op.split("_")[0]
         assert request.name == f"{family}.{name}" and entry in request.entry  # of the family
         assert it.schedule.params().items() <= dict(request.params).items()
 
@@ -85,11 +85,11 @@ def test_spaces_hold_every_program_of_the_target():
     assert programs["w4a16", "sm_90a"] == {"small_batch", "stream_k"}
     assert programs["w4a8", "sm_90a"] == {"small_batch", "stream_k"}
     assert programs["w4a16", "sm_80"] == programs["w4a8", "sm_80"] == {"small_batch", "multistage"}
-    for op in ("w4a8_fp8", "mxfp4_fp8", "w8a8", "w8a8_fp8"):
+    for op in ("w4a8_fp8", "mxfp4_fp8", "mxfp4_mxfp8", "w8a8", "w8a8_fp8"):
         assert programs[op, "sm_90a"] == {"stream_k"}
     assert programs["w4ax", "sm_90a"] == {"small_batch", "integer"} and programs["w4ax", "sm_80"] == {"persistent"}
     assert programs["w8a8", "sm_80"] == {"multistage"}
-    for op in ("w4a16", "w4a8", "w4a8_fp8", "mxfp4_fp8", "w8a8", "w8a8_fp8", "w4ax"):
+    for op in ("w4a16", "w4a8", "w4a8_fp8", "mxfp4_fp8", "mxfp4_mxfp8", "w8a8", "w8a8_fp8", "w4ax"):
         op = f"{op}_grouped"
         assert programs[op, "sm_90a"] == {"grouped"}
     assert programs["attention_prefill", "sm_80"] == {"prefill_mma"}

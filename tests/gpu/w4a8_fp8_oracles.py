@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from terrazzo.ops import mxfp4_fp8, w4a8
-from terrazzo.ops.w4a8 import fp8, fp8_reference
+from terrazzo.ops import mxfp4_fp8, mxfp4_mxfp8, w4a8
+from terrazzo.ops.w4a8 import fp8, fp8_reference, mxfp8
 
 DEVICE = "cuda"
 HOME = "cuda"
@@ -28,6 +28,8 @@ class Spec:
     bias: bool = False
     smooth: bool = False
     mxfp4: bool = False
+    groups: bool = False
+    """MXFP8 activations."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,8 @@ def mxfp4_weight(spec: Spec, free: bool, rng: torch.Generator) -> mxfp4_fp8.Quan
         scales = torch.randint(80, 120, shape, generator=rng).where(torch.rand(shape, generator=rng) < 0.3, scales - 3)
     codes = torch.randint(0, 16, (spec.n, spec.k), generator=rng, dtype=torch.uint8)
     bias = torch.randint(-8, 8, (spec.n,), generator=rng).float() if spec.bias else None
-    made = mxfp4_fp8.QuantizedWeight.canonical(
-        codes, scales.to(torch.uint8), weight="mxfp4", group_size=32, bias=bias
-    )  # fmt: skip
+    family = mxfp4_mxfp8 if spec.groups else mxfp4_fp8
+    made = family.QuantizedWeight.canonical(codes, scales.to(torch.uint8), weight="mxfp4", group_size=32, bias=bias)
     return made.to(HOME)
 
 
@@ -109,8 +110,14 @@ def exact(case: Case) -> None:
     else:
         values = torch.randint(-4, 5, (m, k), generator=rng).float()
     q = torch.nn.functional.pad(values, (0, -k % 16)).to(torch.float8_e4m3fn).to(DEVICE)
-    scales = (2.0 ** torch.randint(-3, 1, (m,), generator=rng)).to(DEVICE)
-    y = launch(case, w4a8.QuantizedActivations(q, scales, None, (m, k))).to(HOME)
+    if case.spec.groups:
+        scales = torch.randint(125, 129, (m, -(-k // 32)), generator=rng, dtype=torch.uint8).to(DEVICE)
+        x = mxfp8.MXActivations.of(q[:, :k], scales)
+        scales = x.token_scales()
+    else:
+        scales = (2.0 ** torch.randint(-3, 1, (m,), generator=rng)).to(DEVICE)
+        x = w4a8.QuantizedActivations(q, scales, None, (m, k))
+    y = launch(case, x).to(HOME)
     ref = fp8_reference.gemm(q[:, :k].to(HOME), scales.to(HOME), canonical(case.spec, False))
     bad = y != ref.float().to(y.dtype)
     assert not bool(bad.any()), f"{int(bad.sum())} of {bad.numel()} wrong, first {bad.nonzero()[:4].tolist()}; {case}"
@@ -124,7 +131,11 @@ def within(case: Case) -> None:
     y, x = launch(case, x.to(DEVICE)).to(HOME), x.to(HOME)
     if not case.m:
         return
-    q, scales = fp8_reference.quantize_activations(x, getattr(weight, "smooth", None))
+    if case.spec.groups:
+        made = mxfp8.reference(x)
+        q, scales = made.q[:, : case.spec.k], made.token_scales()
+    else:
+        q, scales = fp8_reference.quantize_activations(x, getattr(weight, "smooth", None))
     ref = fp8_reference.gemm(q, scales, weight)
     error = (y.double() - ref).abs()
     bad = ~(error <= fp8_reference.forward_error_bound(q, scales, weight, y.dtype))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from terrazzo.nn import Linear
-from terrazzo.ops import fp8, mxfp4, mxfp4_fp8, nvfp4, w4a8, w4a16, w4ax, w8a16
+from terrazzo.ops import fp8, mxfp4, mxfp4_fp8, mxfp4_mxfp8, nvfp4, w4a8, w4a16, w4ax, w8a16
 
 N, K = 72, 200
 
@@ -46,6 +46,7 @@ PACKED: dict[str, Callable[[], Any]] = {
     "w4a16 act-order": act_order,
     "mxfp4": lambda: mxfp4.quantize(weight(), bias=BIAS.half()),
     "mxfp4-e4m3": lambda: mxfp4_fp8.quantize(weight(), bias=BIAS.half()),
+    "mxfp4-mxfp8": lambda: mxfp4_mxfp8.quantize(weight(), bias=BIAS.half()),
     "nvfp4": lambda: nvfp4.quantize(weight(), bias=BIAS.half()),
     "w8a16-gK-sym": lambda: w8a16.quantize(weight(), bias=BIAS.half()),
     "w8a16-g64": lambda: w8a16.quantize(weight(), group_size=64, symmetric=False),

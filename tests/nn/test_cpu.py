@@ -47,7 +47,7 @@ def test_every_format_is_multiplied_as_its_oracle_says(family, dtype):
         assert made(x[:0]).shape == (0, N) and made(x[None]).shape == (1, rows, N)
 
 
-@pytest.mark.parametrize("family", ["w4a16", "w4a8", "w8a8", "w8a8-e4m3", "w4ax", "mxfp4-e4m3"])
+@pytest.mark.parametrize("family", ["w4a16", "w4a8", "w8a8", "w8a8-e4m3", "w4ax", "mxfp4-e4m3", "mxfp4-mxfp8"])
 def test_experts_are_multiplied_as_their_oracle_says(family):
     options = {"target": "sm_90a"} if family == "w4ax" else {}
     floats = torch.randn(3, 2 * N, K) / K**0.5, torch.randn(3, K, N) / N**0.5

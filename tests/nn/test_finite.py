@@ -24,7 +24,7 @@ from terrazzo.ops.products.table import BY_WORD  # noqa: E402
 from tiny_text import write_folder  # noqa: E402
 
 N, K = 128, 256
-OF_ONE = {"w4a8-e4m3": torch.float16, "mxfp4-e4m3": torch.float16, "w4ax": torch.bfloat16}
+OF_ONE = {"w4a8-e4m3": torch.float16, "mxfp4-e4m3": torch.float16, "mxfp4-mxfp8": torch.float16, "w4ax": torch.bfloat16}
 """Formats whose words end in scales of groups, and their dtype."""
 
 

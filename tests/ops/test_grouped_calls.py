@@ -8,12 +8,13 @@ import pytest
 import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn import products
-from terrazzo.ops import fp8, mxfp4, mxfp4_fp8, nf4, nvfp4, registry, w4a8, w4a16, w4ax, w8a8, w8a16
+from terrazzo.ops import fp8, mxfp4, mxfp4_fp8, mxfp4_mxfp8, nf4, nvfp4, registry, w4a8, w4a16, w4ax, w8a8, w8a16
 
 N, K, E, M = 64, 128, 3, 6
 FAMILIES = {
     "w4a16": w4a16, "w8a16": w8a16, "mxfp4": mxfp4, "nvfp4": nvfp4, "nf4": nf4, "fp8": fp8, "w4a8": w4a8,
-    "w4a8_fp8": w4a8.fp8, "mxfp4_fp8": mxfp4_fp8, "w8a8": w8a8, "w8a8_fp8": w8a8, "w4ax": w4ax,
+    "w4a8_fp8": w4a8.fp8, "mxfp4_fp8": mxfp4_fp8, "mxfp4_mxfp8": mxfp4_mxfp8, "w8a8": w8a8, "w8a8_fp8": w8a8,
+    "w4ax": w4ax,
 }  # fmt: skip
 every = pytest.mark.parametrize("name", FAMILIES)
 

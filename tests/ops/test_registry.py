@@ -72,11 +72,14 @@ def test_w4a8_entries_agree_with_the_code():
         assert entry.activations == ("int8", *w4a8_activations.DTYPES)
 
 
-def test_mxfp4_on_e4m3_agrees_with_the_code():
-    entries = [entry for entry in registry.REGISTRY if entry.operator == "mxfp4_fp8"]
+@pytest.mark.parametrize(
+    ("operator", "form"), [("mxfp4_fp8", w4a8_fp8_problem.E2M1), ("mxfp4_mxfp8", w4a8_fp8_problem.E2M1_MX)]
+)
+def test_mxfp4_on_e4m3_agrees_with_the_code(operator, form):
+    entries = [entry for entry in registry.REGISTRY if entry.operator == operator]
     assert {entry.format for entry in entries} == {"gpt_oss", "compressed_tensors", "rtn"}
     for entry in entries:
-        assert entry.groups == mxfp4_format.PackedWeight.GROUPS and entry.numerics == (w4a8_fp8_problem.E2M1,)
+        assert entry.groups == mxfp4_format.PackedWeight.GROUPS and entry.numerics == (form,)
         native = {a for a in CAPABILITIES if any(map(Target.parse(a).supports, quantized.E4M3_INSTRUCTIONS))}
         assert set(entry.targets) == native
 

@@ -156,7 +156,7 @@ def _w4a8() -> Calls:
     from terrazzo.ops import w4a8
 
     def calls(label: str, target: str, ms: tuple[int, ...], n: int = N, k: int = K, **changes) -> Calls:
-        kinds = {"e4m3": "w4a8 e4m3", "e2m1": "w4a8 mxfp4"}
+        kinds = {"e4m3": "w4a8 e4m3", "e2m1": "w4a8 mxfp4", "e2m1_mx": "w4a8 mxfp8"}
         kind = kinds.get(changes.get("dequantization"), "w4a8")
         for m in ms:
             yield f"{kind} {target}{label} m={m}", partial(w4a8.kernel_requests, n, k, m=m, target=target, **changes)
@@ -167,6 +167,7 @@ def _w4a8() -> Calls:
     for target in ("sm_89", "sm_90a"):
         yield from calls("", target, (1, 16, 64, 512), **e4m3)
         yield from calls("", target, (1, 512), **mxfp4)
+        yield from calls("", target, (1, 512), **{**mxfp4, "dequantization": "e2m1_mx", "dtype": "bfloat16"})
     only = dict(dtype=None)  # no kernel that quantizes activations
     for label, changes in (
         (" bf16 bias", only | dict(out_dtype="bfloat16", bias=True)),

@@ -38,7 +38,13 @@ ODD = ((1000, 1096), (64, 128), (200, 136), (129280, 7168))
 TARGETS = ("sm_80", "sm_89", "sm_90a")
 FEW = ((4096, 4096), (28672, 4096), (4096, 14336), (8192, 28672), *ODD[:2])
 """Shapes of the settings that vary one thing."""
-_WITHOUT = {"w4a8_fp8": ("sm_80",), "mxfp4_fp8": ("sm_80",), "w8a8": ("sm_80", "sm_89"), "w8a8_fp8": ("sm_80", "sm_89")}
+_WITHOUT = {
+    "w4a8_fp8": ("sm_80",),
+    "mxfp4_fp8": ("sm_80",),
+    "mxfp4_mxfp8": ("sm_80",),
+    "w8a8": ("sm_80", "sm_89"),
+    "w8a8_fp8": ("sm_80", "sm_89"),
+}
 """Operator -> targets without a program of it."""
 Lines = Iterator[str]
 

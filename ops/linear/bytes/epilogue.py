@@ -28,7 +28,7 @@ def fetch_macro(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: i
         for e in T.unroll(per_thread):
             token = T.min(c.first[0] + (e * 128 + wt) % bm, c.end[0] - 1)
             if scaled:
-                to.x[e] = XS[token]
+                to.x[e] = 1.0 if gemm.grouped_tokens else XS[token]
             if corrected:
                 to.r[e] = RS[token]
         if gemm.zeros:

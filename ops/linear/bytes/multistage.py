@@ -20,6 +20,8 @@ conversion (`direct_warps`).
 With experts, a CTA finds its own as in ops/linear/multistage.py.
 """
 
+from dataclasses import dataclass
+
 from terrazzo.ops.linear.bytes import direct_warps, fp8_problem
 from terrazzo.ops.linear.bytes.operand import ByteOperand
 from terrazzo.ops.linear.bytes.operand import operand_macros as byte_macros
@@ -28,11 +30,11 @@ from terrazzo.ops.tiles import mma_tiles
 from terrazzo.ops.tiles.calls import call, cp_commit, cp_wait, last_arrival, lds32, lds128, pack2, rescale, syncwarp
 from terrazzo.ops.tiles.cuda.experts import EXPERT_SEARCH
 from terrazzo.ops.tiles.cuda.text import prelude
-from terrazzo.ops.tiles.cuda.tiles import MMA_E4M3, MMA_TILES
+from terrazzo.ops.tiles.cuda.tiles import MMA_E4M3, MMA_E4M3_GROUPS, MMA_TILES
 from terrazzo.ops.tiles.language import T
 from terrazzo.ops.tiles.mma_tiles import Tile, element, sts32
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, take
-from terrazzo.ops.tiles.types import Buffers, Call, Macro, PrimFunc, Scalar, scalars
+from terrazzo.ops.tiles.types import Buffers, Call, Expr, Macro, PrimFunc, Scalar, scalars
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 MOST_SUMS = 128  # accumulator registers of a thread beside two sets of operands
@@ -150,8 +152,8 @@ def store_macros(gemm: Gemm, shape: Tile, experts: int) -> tuple[Call, Macro]:
             token0 = c.tokens[0] + io.column * shape.tokens + p * 16
             for i in T.unroll(4):
                 token = T.min(token0 + i // 2 * 8 + io.lane % 4 * 2 + i % 2, io.Y.shape[0] - 1)
-                if gemm.blocks:
-                    io.held.x[i] = 1.0
+                if gemm.blocks or gemm.grouped_tokens:
+                    io.held.x[i] = 1.0  # entered the sums
                 elif not raw:
                     io.held.x[i] = io.XS[token]
                 if unsigned or zeros:
@@ -186,19 +188,49 @@ def store_macros(gemm: Gemm, shape: Tile, experts: int) -> tuple[Call, Macro]:
     return state, store
 
 
+@dataclass(frozen=True)
+class Groups:
+    """Macros `fetch`, the words of XS of a thread's tokens for 128 k that come next, into registers that `words()`
+    makes, and `turn`, which makes them those that are multiplied."""
+
+    words: Call
+    fetch: Macro
+    turn: Macro
+
+
+def group_macros(shape: Tile) -> Groups:
+    """Of tokens whose groups of k have scales."""
+    count = shape.pairs * 4
+
+    @T.macro
+    def fetch(held, XS, c, unit, column, lane, m):
+        token = c.tokens[0] + column * shape.tokens + lane % 4 * 2
+        for i in T.unroll(count):
+            held.next[i] = T.cast(XS[unit, T.min(token + i // 2 * 8 + i % 2, m - 1)], "uint32")
+
+    @T.macro
+    def turn(held):
+        for i in T.unroll(count):
+            held.now[i] = held.next[i]
+
+    return Groups(lambda: Buffers(now=(count, "uint32"), next=(count, "uint32")), fetch, turn)
+
+
 def source_of(gemm: Gemm, experts: int) -> str:
     """The primitives that a program needs."""
     used = ("cp_async", "lds", "ldmatrix", "pack", "semaphore", "int8", *(["e4m3"] if gemm.float_sums else []))
     found = [gemm.converter.device_source] if gemm.converts else []
     found += [EXPERT_SEARCH] if experts else []
     found += [MMA_E4M3] if not gemm.converts and gemm.float_sums else []
+    found += [MMA_E4M3_GROUPS] if gemm.grouped_tokens else []
     return prelude(*used, extra=(MMA_TILES, *found))
 
 
 def program(gemm: Gemm, shape: Tile, experts: int) -> PrimFunc:
     """The prim_func of `build` for legal values."""
-    n, k, rb, threads, converts = gemm.n, gemm.k, shape.row_blocks, shape.threads, gemm.converts
-    e4m3, scaled, channels = converts and gemm.float_sums, gemm.blocks, gemm.channels
+    k, rb, threads, converts = gemm.k, shape.row_blocks, shape.threads, gemm.converts
+    e4m3, scaled = converts and gemm.float_sums, gemm.blocks
+    groups, of_groups = gemm.grouped_tokens, group_macros(shape)
     units, all_blocks, ig, unit_words = gemm.units, gemm.row_blocks, gemm.groups, gemm.unit_words
     pairs, nacc, blocks, stages, kc = shape.pairs, shape.sums, shape.blocks, shape.stages, shape.kc
     row_tiles = -(-all_blocks // blocks)
@@ -210,7 +242,7 @@ def program(gemm: Gemm, shape: Tile, experts: int) -> PrimFunc:
     issue_units = mma_tiles.unit_macro(shape, row_blocks=all_blocks, unit_words=unit_words)
     leave, gather = mma_tiles.partial_macros(shape, sum_type)
     source = source_of(gemm, experts)
-    M, TILES, matrices = T.dynamic("m"), T.dynamic("tiles"), max(experts, 1)
+    M = T.dynamic("m")
     token_blocks, end = token_blocks_of(M), lambda c: c.end[0] if experts else M
 
     @T.macro
@@ -246,6 +278,7 @@ def program(gemm: Gemm, shape: Tile, experts: int) -> PrimFunc:
                 v = T.alloc_local((rb * 2,), "float32")
             else:
                 v = T.alloc_local((rb * 4,), "uint32")
+            words = of_groups.words() if groups else None
             o = T.alloc_local((2,), "uint32") if converts else None
             acc = T.alloc_local((nacc,), sum_type)
             held = state()
@@ -285,11 +318,16 @@ def program(gemm: Gemm, shape: Tile, experts: int) -> PrimFunc:
                     warps.load(Ws, a, 0, 0, 0, m, tile, lane)
             if scaled:
                 fetch(v, S, XS, c, k0, tile, column, lane, M)
+            if groups:
+                of_groups.fetch(words, XS, c, k0, column, lane, M)
 
             for unit in T.serial(kn):
                 if scaled:
                     warps.turn(v)
                     fetch(v, S, XS, c, k0 + T.min(unit + 1, kn - 1), tile, column, lane, M)
+                if groups:
+                    of_groups.turn(words)
+                    of_groups.fetch(words, XS, c, k0 + T.min(unit + 1, kn - 1), column, lane, M)
                 for j in T.unroll(4):
                     if j == 3:  # this stage has been read, the next one is complete
                         cp_wait(stages - 2)
@@ -309,6 +347,10 @@ def program(gemm: Gemm, shape: Tile, experts: int) -> PrimFunc:
                                 to, at = ((m * pairs + p) * 2 + e) * 4, (j % 2 * rb + m) * 4
                                 if not converts:
                                     warps.mma(acc, to, a, at, x, p * 4 + e * 2, v, m, p * 2 + e)
+                                elif groups:
+                                    operand.mma(
+                                        acc, to, a, at, x, p * 4 + e * 2, v, m * 2, words.now, p * 4 + e * 2, j
+                                    )  # fmt: skip
                                 elif e4m3:
                                     operand.mma(acc, to, a, at, x, p * 4 + e * 2, v, m * 2)
                                 else:
@@ -331,18 +373,29 @@ def program(gemm: Gemm, shape: Tile, experts: int) -> PrimFunc:
             else:
                 store(io, c)
 
-    tensors = (
-        T.Tensor((M, k), "int8"),
-        T.Tensor((matrices * units, all_blocks, unit_words), "int32"),
-        T.Tensor((matrices * units, all_blocks * 4) if scaled else (matrices * all_blocks * 64 * channels,), "float32"),
-        T.Tensor((units, T.dynamic("mp")) if scaled else (M,), "float32"),
-        T.Tensor((M if gemm.row_values else 1,), "int32"),
+    return _main(compute, tensors_of(gemm, shape, M, sum_type, experts), experts)
+
+
+def tensors_of(gemm: Gemm, shape: Tile, m: Expr, sum_type: str, experts: int) -> tuple:
+    """Types of the tensors X to Y."""
+    n, kc, units, all_blocks, scaled = gemm.n, shape.kc, gemm.units, gemm.row_blocks, gemm.blocks
+    nacc, threads, tiles, matrices = shape.sums, shape.threads, T.dynamic("tiles"), max(experts, 1)
+    return (
+        T.Tensor((m, gemm.k), "int8"),
+        T.Tensor((matrices * units, all_blocks, gemm.unit_words), "int32"),
+        T.Tensor(
+            (matrices * units, all_blocks * 4) if scaled else (matrices * all_blocks * 64 * gemm.channels,), "float32"
+        ),
+        T.Tensor(
+            (units, T.dynamic("mp")) if scaled or gemm.grouped_tokens else (m,),
+            "int32" if gemm.grouped_tokens else "float32",
+        ),
+        T.Tensor((m if gemm.row_values else 1,), "int32"),
         T.Tensor((matrices * n if gemm.bias else 1,), "float32"),
-        T.Tensor((TILES, kc, nacc // 4, threads, 4) if kc > 1 else (1, 1, 1, 1, 4), sum_type),
-        T.Tensor((TILES,) if kc > 1 else (1,), "int32"),
-        T.Tensor((M, n), gemm.out_dtype),
+        T.Tensor((tiles, kc, nacc // 4, threads, 4) if kc > 1 else (1, 1, 1, 1, 4), sum_type),
+        T.Tensor((tiles,) if kc > 1 else (1,), "int32"),
+        T.Tensor((m, n), gemm.out_dtype),
     )
-    return _main(compute, tensors, experts)
 
 
 def _main(compute: Macro, tensors: tuple, experts: int) -> PrimFunc:

@@ -62,6 +62,8 @@ class Gemm:
     """Whether RS holds zero points of the tokens."""
     blocks: ClassVar[bool] = False
     """Whether XS and S hold a scale for each 128 k."""
+    grouped_tokens: ClassVar[bool] = False
+    """Whether XS holds a word for each 128 k, the e8m0 scales of its four groups."""
     converts: ClassVar[bool] = True
     """Whether codes of the weight are converted to operands, in registers."""
     channels: ClassVar[int] = 1

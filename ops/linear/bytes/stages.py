@@ -103,7 +103,8 @@ class Form:
             `step(io, w, x, place, r, free)`, 128 k.
         registers: the converter's. group_sums: registers for sums of a group (1: none).
         pieces: products of a tile's tokens.
-        start, settle_last: macros of `io`, at a tile's begin and end. `io` holds w, u, a, codes, acc, part and f.
+        start, settle_last: macros of `io`, at a tile's begin and end, there with the last stage. `io` holds w, u, a,
+            codes, acc, part and f; of tokens with scales of groups also Ts, words, powers and lane.
         settles: whether a step gives the stage back that it used.
     """
 

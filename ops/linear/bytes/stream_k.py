@@ -96,10 +96,12 @@ def steps_of(gemm: Gemm, schedule: StreamK, form: Form, rings: Ring, fetch: Macr
     """The steps, and function `places`, a consumer's state. fetch: the epilogue's."""
     bm, rb, cta_blocks = schedule.block_tokens, schedule.row_blocks, schedule.cta_blocks
     converts, blocks, sums = gemm.converts, gemm.blocks, rb * bm // 2
+    in_stages = blocks or gemm.grouped_tokens  # scales of tokens
     units, unit_words, all_blocks = gemm.units, gemm.unit_words, gemm.row_blocks
     unit_of = lambda c, kb: c.expert[0] * units + kb
     own = dict(row_blocks=all_blocks, cta_blocks=cta_blocks, unit=unit_of)
-    also_tokens, also = direct.scale_macros(block_tokens=bm, anywhere=experts > 0, **own) if blocks else (None, None)
+    also_tokens, also = direct.scale_macros(block_tokens=bm, anywhere=experts > 0, **own) if in_stages else (None, None)
+    also = also if blocks else None
     fills = fill_macros(rings, unit_words=unit_words, also=also, also_tokens=also_tokens, **own)
     if converts:
         steps = consumer_macros(block_tokens=bm, cta_blocks=cta_blocks, unit_words=unit_words, groups=gemm.groups)
@@ -120,7 +122,7 @@ def steps_of(gemm: Gemm, schedule: StreamK, form: Form, rings: Ring, fetch: Macr
     def begin(io, ring, c, wg, wt):
         """What the epilogue will want is on its way; sums of nothing."""
         fetch(io.S, io.XS, io.RS, io.B, io.to, c, wg, wt)
-        if blocks and experts:
+        if in_stages and experts:
             io.past[0] = c.first[0] % direct.MORE
         for i in T.unroll(sums):
             io.acc[i] = 0
@@ -158,7 +160,7 @@ def steps_of(gemm: Gemm, schedule: StreamK, form: Form, rings: Ring, fetch: Macr
     def end(io, ring, c, lane):
         """The last products are complete, and their stage goes back."""
         if form.settle_last is not None:
-            form.settle_last(io)
+            form.settle_last(Buffers(**vars(io), lane=lane), ring.before[0])
         T.warpgroup_wait(0)
         T.warpgroup_fence_operand(io.acc, num_regs=sums)
         if not form.settles:
@@ -176,7 +178,8 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
     bm, wgs, rb, cluster = schedule.block_tokens, schedule.warpgroups, schedule.row_blocks, schedule.cluster
     stages, cta_blocks, converts, blocks = schedule.stages, schedule.cta_blocks, gemm.converts, gemm.blocks
     units, unit_words, all_blocks = gemm.units, gemm.unit_words, gemm.row_blocks
-    ct, sums = wgs * 128, rb * bm // 2
+    ct, sums, groups = wgs * 128, rb * bm // 2, gemm.grouped_tokens
+    in_stages = blocks or groups  # scales of tokens
     form = form_of(gemm, block_tokens=bm, row_blocks=rb, pieces=schedule.pieces, experts=experts)
     exchange = not experts and schedule.parts and cluster == 1
     state, fetch, out = out_macros(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks)
@@ -196,14 +199,15 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
     of_stage = (cta_blocks, unit_words) if converts else (cta_blocks * 64, UNIT_K // 4)  # rows of 128 bytes
     dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
     M, G = T.dynamic("m"), T.dynamic("grid")
-    MP = T.dynamic("mp") if blocks else M
+    MP = T.dynamic("mp") if in_stages else M
+    kept = "int32" if groups else "float32"
 
     @T.prim_func
     def main(
         X: T.Tensor((M, gemm.k), "int8"),
         W: T.Tensor((all_units, all_blocks, unit_words), "int32"),
         S: T.Tensor(scales, "float32"),
-        XS: T.Tensor((units, MP) if blocks else (M,), "float32"),
+        XS: T.Tensor((units, MP) if in_stages else (M,), kept),
         RS: T.Tensor((M if gemm.row_values else 1,), "int32"),
         B: T.Tensor((extent,), "float32"),
         WS: T.Tensor((G, cta_blocks, bm // 8, 128, 4), form.sums),
@@ -218,7 +222,7 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
             Fs = T.alloc_shared((wgs, bm), "float32")
             Rs = T.alloc_shared((wgs, bm if gemm.unsigned or gemm.zeros else 1), "int32")
             Es = T.alloc_shared((table_words(experts),), "int32")
-            Ts = T.alloc_shared((stages, max(bm + direct.MORE * (experts > 0), 32)), "float32") if blocks else None
+            Ts = T.alloc_shared((stages, max(bm + direct.MORE * (experts > 0), 32)), kept) if in_stages else None
             Ss = T.alloc_shared((stages, max(cta_blocks * direct.GROUPS, 32)), "float32") if blocks else None
             full = T.alloc_barrier([1 + 32] * stages)  # weights, and the lanes of the warp that fetches X
             empty = T.alloc_barrier([wgs * 4] * stages)
@@ -232,7 +236,9 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
             part = T.alloc_local((form.group_sums,), "float32")
             f = T.alloc_local((3 if blocks else 2,), "float32")
             to = state(ring=Xs, ready=ready, sent=sent, Y=Y, Os=Os, Fs=Fs, Rs=Rs)
-            past = T.alloc_local((1,), "int32") if blocks and experts else None
+            past = T.alloc_local((1,), "int32") if in_stages and experts else None
+            words = T.alloc_local((2,), "uint32") if groups else None
+            powers = T.alloc_local((2,), "float32") if groups else None
             desc = T.alloc_wgmma_desc()
             rows = None if converts else T.alloc_wgmma_desc()
             at = places()
@@ -240,7 +246,7 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
             io = Buffers(
                 X=X, W=W, S=S, XS=XS, RS=RS, B=B, WS=WS, SEM=SEM, Xs=Xs, Ws=Ws, Es=Es, full=full, empty=empty,
                 ready=ready, w=w, u=u, a=a, f=f, acc=acc, part=part, codes=codes, desc=desc, at=at, to=to, rows=rows,
-                Ts=Ts, Ss=Ss, past=past,
+                Ts=Ts, Ss=Ss, past=past, words=words, powers=powers,
             )  # fmt: skip
             run(io, parts, G, cta)
 

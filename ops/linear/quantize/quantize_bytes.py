@@ -7,18 +7,18 @@ values, so x is read once.
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.tiles import row_outputs
 from terrazzo.ops.tiles.calls import call
-from terrazzo.ops.tiles.cuda.rows import BYTE_CODES, ROW_OUTPUTS
+from terrazzo.ops.tiles.cuda.rows import BYTE_CODES, GROUP_CODES, ROW_OUTPUTS
 from terrazzo.ops.tiles.cuda.text import prelude
 from terrazzo.ops.tiles.language import T
-from terrazzo.ops.tiles.row_outputs import BLOCK, VECTOR
-from terrazzo.ops.tiles.types import Scalar
+from terrazzo.ops.tiles.row_outputs import BLOCK, VECTOR, Outputs
+from terrazzo.ops.tiles.types import Expr, Macro, Scalar
 from terrazzo.schedules.rows import Rows
 
 PASS_CONFIGS = (  # barriers are inside the primitives
     ("tl.disable_thread_storage_sync", True),
     ("tl.disable_warp_specialized", True),
 )
-FORMS = ("int8_static", "e4m3_static", "int8_asymmetric", "e4m3_block128", "e4m3_block128_ue8m0")
+FORMS = ("int8_static", "e4m3_static", "int8_asymmetric", "e4m3_block128", "e4m3_block128_ue8m0", "mxfp8")
 
 
 def build(target, *, k: int, dtype: str, gain: bool, form: str, **params: Scalar):
@@ -31,13 +31,15 @@ def build(target, *, k: int, dtype: str, gain: bool, form: str, **params: Scalar
     "int8_static", "e4m3_static": with `scale`, its reciprocal `inverse` and `zero` of all tokens, saturating.
     "int8_asymmetric": scale and zero point of each token by its smallest and largest value, and 0.
     "e4m3_block128": a scale for each 128 columns of a token. "e4m3_block128_ue8m0": the same, rounded up to a power of
-    two before codes are made. `ahead` and `later` are not used, `parts` is 1.
+    two before codes are made. "mxfp8": XS is int32 [ceil(k / 128), MP], the e8m0 bytes of four groups of 32 columns,
+    whose largest magnitude says the power of two (ops/w4a8/mxfp8.py). `ahead` and `later` are not used, `parts` is 1.
     """
     tile = Rows(**params)
     warps, rows, vectors, parts = tile.warps, tile.rows, tile.vectors, tile.parts
     if form not in FORMS:
         raise ArgumentError("form", form, f"must be one of {FORMS}", "use the quantizer of tokens for others")
-    block, powers, integer = "_block128" in form, form.endswith("_ue8m0"), form.startswith("int8")
+    groups, powers, integer = form == "mxfp8", form.endswith("_ue8m0"), form.startswith("int8")
+    block = groups or "_block128" in form
     output = "e4m3_block128" if block else "int8" if integer else "e4m3"
     facts = dict(k=k, dtype=dtype, warps=warps, vectors=vectors)
     row_outputs.check(target, output=output, rows=rows, parts=parts, **facts)
@@ -46,7 +48,8 @@ def build(target, *, k: int, dtype: str, gain: bool, form: str, **params: Scalar
     threads, lanes = 32 * warps * rows, 32 * warps
     bf16 = str(dtype == "bfloat16").lower()
     blocks = max(1, tile.resident // threads)
-    source = prelude(*row_outputs.primitives(output, False), extra=(ROW_OUTPUTS, BYTE_CODES))
+    extra = (ROW_OUTPUTS, BYTE_CODES, *([GROUP_CODES] if groups else []))
+    source = prelude(*row_outputs.primitives(output, False), extra=extra)
     pdl = target.supports("pdl")
     M, MP = T.dynamic("m"), T.dynamic("mp")
 
@@ -115,12 +118,14 @@ def build(target, *, k: int, dtype: str, gain: bool, form: str, **params: Scalar
             if T.And(T.And(row < M, out.column(i, lane) < k), lane % 16 == 0):
                 XS[out.column(i, lane) // BLOCK, row] = T.if_then_else(f[1] < T.float32(tiny), T.float32(1), f[2])
 
+    write_groups = groups_macro(out, write_vector, rows=M, vectors=vectors, blocks=-(-k // BLOCK), tiny=tiny)
+
     @T.prim_func
     def main(
         X: T.Tensor((M, k), dtype),
         G: T.Tensor((k if gain else 1,), "float32"),
         Q: T.Tensor((M, out.width), "int8"),
-        XS: T.Tensor(out.scales_shape(M, MP), "float32"),
+        XS: T.Tensor(out.scales_shape(M, MP), "int32" if groups else "float32"),
         ZS: T.Tensor((M if integer else 1,), "int32"),
         scale: T.float32,
         inverse: T.float32,
@@ -142,7 +147,9 @@ def build(target, *, k: int, dtype: str, gain: bool, form: str, **params: Scalar
                 T.pdl_trigger()
                 T.pdl_sync()
             load(X, G, x, v, row, lane)
-            if powers:
+            if groups:
+                write_groups(Q, XS, v, total, f, row, lane)
+            elif powers:
                 write_powers(Q, XS, v, total, f, row, lane)
             elif block:
                 out.emit(Q, XS, None, v, m, f, total, T.float32(1), shared, row, lane, row < M)
@@ -159,3 +166,22 @@ def build(target, *, k: int, dtype: str, gain: bool, form: str, **params: Scalar
                         ZS[row] = T.cast(f[2], "int32")
 
     return main
+
+
+def groups_macro(out: Outputs, write_vector: Macro, *, rows: Expr, vectors: int, blocks: int, tiny: float) -> Macro:
+    """Macro of the codes and scales of groups of 32 columns, of those behind the last column of a block of 128, too."""
+
+    @T.macro
+    def write_groups(Q, XS, v, total, f, row, lane):
+        scale = T.alloc_local((1,), "uint32")
+        for i in T.unroll(vectors):
+            scale[0] = call(
+                "group_scale", T.access_ptr(f, "w", 1), T.access_ptr(v[i * VECTOR], "r", VECTOR), T.float32(tiny),
+                returns="uint32",
+            )  # fmt: skip
+            write_vector(Q, v, i, total, f, row, lane)
+            at = out.column(i, lane)
+            if T.And(T.And(row < rows, at < blocks * BLOCK), lane % 4 == 0):
+                call("store_scale", T.access_ptr(XS[at // BLOCK, row], "w", 1), at % BLOCK // 32, scale[0])
+
+    return write_groups

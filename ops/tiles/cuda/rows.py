@@ -98,6 +98,23 @@ __device__ __forceinline__ float tz_power_above(float v) {
 }
 """
 """Why not TileLang: maxima that keep NaN, and conversions to packed bytes."""
+GROUP_CODES = """\
+// e8m0 of 32 values, 8 of each of four lanes, whose largest magnitude has this exponent less 8; its reciprocal, or 0
+__device__ __forceinline__ unsigned tz_group_scale(void *inverse, const void *v, float tiny) {
+  unsigned m = 0;
+  tz_values_scan(&m, v);
+#pragma unroll
+  for (int d = 2; d; d /= 2) m = max(m, __float_as_uint(__shfl_xor_sync(~0u, __uint_as_float(m), d)));
+  unsigned scale = m >= 0x7f800000u ? 255u : m < __float_as_uint(tiny) ? 127u : (m >> 23) - 8;
+  *(float *)inverse = scale == 255 || m < __float_as_uint(tiny) ? 0.0f : __uint_as_float((254 - scale) << 23);
+  return scale;
+}
+// byte `group` of a word
+__device__ __forceinline__ void tz_store_scale(void *word, int group, unsigned scale) {
+  ((unsigned char *)word)[group] = scale;
+}
+"""
+"""Of MXFP8. Why not TileLang: as above, and single bytes of words."""
 NORMS = """\
 // squares of 8 values join m[1]
 template <bool BF16> __device__ __forceinline__ void tz_squares8(void *m_, const void *x) {

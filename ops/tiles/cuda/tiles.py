@@ -53,3 +53,18 @@ __device__ __forceinline__ void tz_mma_e4m3_sums(void *c_, const void *a_, const
 }
 """
 """Why not TileLang: it has no mma.sync of e4m3 on float32 sums, nor one whose products are scaled at once."""
+MMA_E4M3_GROUPS = """\
+// m16n8k32 of e4m3: c += f t (a b), f of a row, t of a token. One piece of asm: apart, products pile up in registers
+__device__ __forceinline__ void tz_mma_e4m3_groups(
+    void *c_, const void *a_, const void *b_, float f0, float f1, float t0, float t1) {
+  float *c = (float *)c_; const unsigned *a = (const unsigned *)a_, *b = (const unsigned *)b_;
+  asm volatile("{ .reg .f32 d<4>;"
+               "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {d0,d1,d2,d3},{%4,%5,%6,%7},{%8,%9},"
+               "{%14,%14,%14,%14};"
+               "fma.rn.f32 %0,d0,%10,%0; fma.rn.f32 %1,d1,%11,%1; fma.rn.f32 %2,d2,%12,%2; fma.rn.f32 %3,d3,%13,%3; }"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(f0 * t0), "f"(f0 * t1),
+                 "f"(f1 * t0), "f"(f1 * t1), "f"(0.0f));
+}
+"""
+"""The same of groups of both operands."""

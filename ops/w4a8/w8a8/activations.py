@@ -41,7 +41,7 @@ def plan(
     m: int, k: int, *, dtype: str, gain: bool, form: str, target: Target, device: Target | None = None
 ) -> KernelRequest:  # fmt: skip
     """The kernel that quantizes m >= 1 rows of k values in another form than W4A8's."""
-    PRODUCTS["e4m3" if form.startswith("e4m3") else "int8"].check(target)
+    PRODUCTS["int8" if form.startswith("int8") else "e4m3"].check(target)
     k = -(-k // program.VECTOR) * program.VECTOR
     schedule = rows.choose(k, device or target, m)
     params = dict(k=k, dtype=dtype, gain=gain, form=form) | schedule.params()
@@ -87,7 +87,7 @@ def run(x: torch.Tensor, w: PackedWeight) -> Activations:
         raise ArgumentError("x", dtype, "must be float16 or bfloat16", "cast the activations")
     if not x.is_cuda:
         return on_cpu(x, w)
-    m, k = x.numel() // w.k, w.k
+    m = x.numel() // w.k
     blocks = "_block128" in form
     made = quantized.allocate(x, tuple(x.shape), "e4m3_block128" if blocks else w.codes, blocks)
     if w.codes == "int8":
@@ -96,8 +96,22 @@ def run(x: torch.Tensor, w: PackedWeight) -> Activations:
     launching.check_tokens(m)
     if m == 0:
         return _of_scales(made, w)
-    target, device = launching.targets(w.target, x.device)
-    gain = None if w.smooth is None else row_calls.inverse_of(w.smooth)
+    scale = 1.0 if w.input_scale is None else w.input_scale
+    launch(x, made, form, w.target, w.smooth, None if w.codes != "int8" else zeros, scale, float(w.input_zero))
+    return _of_scales(made, w)
+
+
+def launch(
+    x: torch.Tensor, made: Activations, form: str, arch: str | None, smooth: torch.Tensor | None = None,
+    zeros: torch.Tensor | None = None, scale: float = 1.0, zero: float = 0.0,
+) -> None:  # fmt: skip
+    """Codes and scales of x, one token or more, into `made`; arguments as of `quantize_bytes.build`."""
+    import torch
+
+    k, dtype = x.shape[-1], weights.dtype_name(x)
+    m = x.numel() // k
+    target, device = launching.targets(arch, x.device)
+    gain = None if smooth is None else row_calls.inverse_of(smooth)
     key = (m, k, dtype, form, gain is None, target.arch, x.device.index, row_calls.bucket(m, x.device.index))
     found = _kernels.get(key)
     if found is None:
@@ -111,21 +125,9 @@ def run(x: torch.Tensor, w: PackedWeight) -> Activations:
     if gain is not None and rest:
         gain = torch.nn.functional.pad(gain, (0, rest))
     x = row_calls.vector(x.reshape(m, -1))
-    scale = 1.0 if w.input_scale is None else w.input_scale
-    q = made.q.view(torch.int8)
-    zeros = found[3] if w.codes != "int8" else zeros
-    args = (
-        x,
-        found[2] if gain is None else gain,
-        q,
-        made.scales,
-        zeros,
-        scale,
-        _reciprocal(scale),
-        float(w.input_zero),
-    )
+    q, of_codes = made.q.view(torch.int8), found[2] if gain is None else gain
+    args = (x, of_codes, q, made.scales, found[3] if zeros is None else zeros, scale, _reciprocal(scale), zero)
     launching.launch(_kernels, key, found, args)
-    return _of_scales(made, w)
 
 
 _kernels: dict[tuple, tuple] = {}

@@ -60,6 +60,10 @@ static void tz_mma_e4m3(void *c_, const void *a, const void *b, float f0, float 
   });
   for (int i = 0; i < 4; ++i) c[i] = fmaf(d[i], i < 2 ? f0 : f1, c[i]);
 }
+static void tz_mma_e4m3_groups(void *c_, const void *a, const void *b, float f0, float f1, float t0, float t1) {
+  float d[4] = {}, *c = (float *)c_; tz_mma_e4m3(d, a, b, 1, 1);
+  for (int i = 0; i < 4; ++i) c[i] = fmaf(d[i], (i < 2 ? f0 : f1) * (i % 2 ? t1 : t0), c[i]);
+}
 """
 
 
@@ -88,6 +92,7 @@ def build(program: str, weight, q, scales, schedule, target, out_dtype, fold):
     )  # fmt: skip
     y = torch.full((m, weight.n), float("nan"), dtype=getattr(torch, out_dtype))
     values = dict(W=packed.words, S=packed.channel_scales, XS=scales, RS=torch.empty(1), B=weight.bias, Y=y, m=m)
+    values["mp"] = scales.shape[-1]
     return cuda_text(request), values | fold(gemm), y, gemm
 
 

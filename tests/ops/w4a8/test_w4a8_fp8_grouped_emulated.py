@@ -81,7 +81,7 @@ def launch(kernel: CpuKernel, packed, q, scales, offsets, schedule: S, grid: int
         shape, X=bytes_, X_desc=torch.tensor([bytes_.data_ptr(), *bytes_.shape]), W=packed.words,
         S=packed.channel_scales, XS=scales, RS=torch.zeros(1, dtype=torch.int32), B=packed.bias, Y=y[GUARD:], m=m,
         ctas=grid, WS=torch.full(space, float("nan")), SEM=semaphores, parts=offsets, sk=offsets, tiles=tiles,
-        offsets=offsets,
+        offsets=offsets, mp=scales.shape[-1],
     )  # fmt: skip
     assert not semaphores.any(), "a semaphore is not zero"
     assert y[:GUARD].isnan().all() and y[-GUARD:].isnan().all(), "rows beside y were written"
