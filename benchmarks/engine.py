@@ -191,12 +191,13 @@ def compile_kernels(found: list[Any], bundle: str | None = None) -> int:
     return len(failed)
 
 
-def compiled_for() -> Any:
-    """The GPU that is here, else an H100."""
+def compiled_for() -> list[Any]:
+    """The GPU that is here, else an H100 and an H200: a bundle is for both, and they take other schedules."""
     import torch
     from terrazzo.lowering.targets import Target
 
-    return Target.detect() if torch.cuda.is_available() else Target.parse("nvidia/nvidia-h100")
+    names = ("nvidia/nvidia-h100", "nvidia/nvidia-h200")
+    return [Target.detect()] if torch.cuda.is_available() else [Target.parse(name) for name in names]
 
 
 def engine(o: argparse.Namespace, folder: Path) -> Any:
@@ -330,7 +331,7 @@ def run(o: argparse.Namespace) -> int:
     if o.join is not None:
         return join([json.loads(path.read_text(encoding="utf-8")) for path in o.join], o.out)
     if o.compile_only:
-        return min(1, compile_kernels(requests(o, compiled_for()), o.bundle))
+        return min(1, compile_kernels([r for each in compiled_for() for r in requests(o, each)], o.bundle))
     check(o)
     name = f"terrazzo-{o.shape}-{o.weights}-{o.kv_cache_dtype}-{o.layers}"  # vLLM finds its compile cache by it, too
     folder = Path(os.environ.get("VLLM_CACHE_ROOT", tempfile.gettempdir()), name)

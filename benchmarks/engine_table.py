@@ -203,8 +203,8 @@ def run(o: argparse.Namespace) -> int:
     """Time every configuration that the file lacks; 1 if one failed or found no time."""
     if o.compile_only:
         ours = [engine.arguments(words(o, name)) for name in o.only if CONFIGURATIONS[name][1] == "terrazzo"]
-        target = engine.compiled_for()
-        return min(1, engine.compile_kernels([r for each in ours for r in engine.requests(each, target)], o.bundle))
+        found = [r for at in engine.compiled_for() for each in ours for r in engine.requests(each, at)]
+        return min(1, engine.compile_kernels(found, o.bundle))
     start = time.monotonic()
     until = start + o.budget
     left = [name for name in o.only if name not in have(o)]

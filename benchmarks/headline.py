@@ -140,7 +140,8 @@ def lines(files: Iterable[Read]) -> list[tuple[str, ...]]:
         gpu = result["gpu"].removeprefix("NVIDIA ").split()[0]
         shapes = len({(row["n"], row["k"]) for row in result["rows"] if row.get("us") and "n" in row})
         few = {1: ", one shape", 2: ", two shapes"}.get(shapes, "") if isinstance(read, partial) else ""
-        outside = few + ", layers outside the tuned list" * ("_held_out_" in path.name)
+        kind = "caches" if path.name.startswith("attention") else "layers"
+        outside = few + f", {kind} outside the tuned list" * ("_held_out_" in path.name)
         outside += report.lost(result)
         by_title: dict[str, list[Case]] = {}
         for case in read(result):

@@ -144,7 +144,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "whole-models": of(tables.MODELS),
     "engine": of({"engine_*.json": tables.engine}),
     "kv-engine": of({"kv_engine_*.json": tables.kv_engine}, "Tokens/s inside vLLM: not measured yet."),
-    "served": of({"served_*.json": tables.served}, "Configurations inside vLLM: not measured yet."),
+    "served": of({"served_*.json": tables.served}, ""),
     "models": models,
     "shared-records": shared,
     "tile-examples": tile_examples.shown,

@@ -120,6 +120,31 @@ def test_a_step_is_the_sum_of_its_kernels():
     assert engine.shares(events[:3], 1) == {"gemm": 4.0, "norm": 0.5}
 
 
+def test_launches_of_one_name_are_told_apart_by_their_sizes():
+    event = lambda ts, dur, grid, name="main_kernel": {
+        "name": name, "ts": ts, "dur": dur,
+        "args": {"grid": [grid, 1, 1], "block": [128, 2, 1], "registers per thread": 96},
+    }  # fmt: skip
+    events = [event(3, 5.0, 132), event(1, 10.0, 132), event(2, 2.0, 28), event(4, 3.0, 7, "norm")]
+    assert engine.launches(events, 2) == [
+        ["main_kernel", "[132, 1, 1]", 256, 96, 1.0, 7.5], ["main_kernel", "[28, 1, 1]", 256, 96, 0.5, 2.0],
+        ["norm", "[7, 1, 1]", 256, 96, 0.5, 3.0],
+    ]  # fmt: skip
+
+
+def test_a_row_is_the_median_of_its_runs_or_says_that_nothing_finds_room(monkeypatch):
+    o, steps = engine.arguments(["--repeat", "3", "--output", "128"]), iter([9.0, 3.0, 2.0, 2.5])
+    ran = lambda *args: dict(seconds=2.0, first_s=1.0, step_ms=next(steps))
+    monkeypatch.setattr(engine, "generate", ran)
+    cache = SimpleNamespace(num_gpu_blocks=100, block_size=64)
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(cache_config=cache)))
+    row = engine.measured(llm, o, 2, 3000)
+    assert (row["step_ms"], row["steps_ms"], row["repeats"], row["tokens_s"]) == (2.5, [3.0, 2.0, 2.5], 3, 128.0)
+    assert row["spread"] == 0.4 and row["kv_tokens"] == 6400
+    row = engine.measured(llm, o, 3, 3000)
+    assert row["failure"] == "6400 tokens find room, 9384 are needed" and "step_ms" not in row
+
+
 def test_caches_are_rows_of_their_own_and_a_table():
     facts = dict(batch=64, prompt=8192, output=64, kv_tokens=1_000_000, page=64)
     rows = [

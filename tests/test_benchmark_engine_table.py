@@ -120,6 +120,15 @@ def test_biases_of_a_model_have_kernels():
     found = {}
     for model in ("qwen2.5-7b", "llama-3-8b"):
         o = engine.arguments(["--shape", model, "--weights", "awq", "--dtype", "bfloat16", "--step-tokens", "16"])
-        requests = engine.requests(o, engine.compiled_for())
+        requests = engine.requests(o, engine.compiled_for()[0])
         found[model] = {dict(request.params).get("bias") for request in requests}
     assert found == {"qwen2.5-7b": {False, True}, "llama-3-8b": {False}}
+
+
+def test_a_bundle_has_the_kernels_of_both_cards():
+    """An H200 was lent for an H100, and took another schedule for one of its layers: none of ours was timed."""
+    targets = engine.compiled_for()
+    assert ["H100" in targets[0].name, "H200" in targets[1].name] == [True, True]
+    o = engine.arguments(["--shape", "qwen2.5-7b", "--weights", "awq", "--dtype", "bfloat16"])
+    first, second = (set(engine.requests(o, target)) for target in targets)
+    assert second - first and first - second
