@@ -89,6 +89,7 @@ TABLES = (
 @pytest.mark.slow
 def test_the_tests_of_the_house_hold_with_it(tree):
     """Its program runs on the CPU, too: a case of the page is among those that are emulated."""
+    run(tree, "-m", "ruff", "format", "-q", ".")
     run(tree, "tests/tools/public_parameters.py", "--write")
     run(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TABLES)
     own = ("tests/ops", "tests/nn/test_linear.py", "tests/nn/test_joined.py", "tests/autotune")
