@@ -331,7 +331,10 @@ def main(argv: list[str] | None = None) -> int:
         return int(any(isinstance(outcome, Exception) for outcome in outcomes))
     result = gemm_bench.header(options.target, options.commit)
     result["copy_gb_s"] = options.copy_gb_s = round(measure.copy_bandwidth(), 1)
+    used = () if options.no_peers else (peer for op in ops for peer in PEERS.get(op, ()))
+    result["peers_missing"] = {peer.name: why for peer in used if (why := peer.missing())}
     result["rows"] = []
+    print(*(f"{name}: {why}" for name, why in result["peers_missing"].items()), sep="\n")
     print(f"{options.target.name}: {options.copy_gb_s:.0f} GB/s copied")
     for op in ops:
         for layer in layers[op]:
