@@ -157,9 +157,18 @@ def lines(files: Iterable[Read]) -> list[tuple[str, ...]]:
 
 
 def table(gpu: str = "") -> str:
-    """The table of every file, or README's of one GPU ("H100"), and the commands that measure its files again."""
+    """The table of every file, or README's, and the commands that measure its files again.
+
+    README's has a row on one GPU ("H100") where there is one, and for products else on another.
+    """
     files = every(whole=not gpu)
+    named = lambda line: line[0].partition("](")[0].removesuffix(" †")
     found = [line for line in lines(files) if gpu in line[1]]
+    first = {named(line) for line in found}
+    others = lines(it for it in files if isinstance(it[1], partial))
+    found = [line for line in others if gpu in line[1] or named(line) not in first] + [
+        line for line in found if line not in others
+    ]
     if not found:
         return "No result file is in benchmarks/results yet; `make bench` writes one on a GPU."
     head = ("", "GPU", "compared with the fastest of", *(str(size) for size in SIZES))

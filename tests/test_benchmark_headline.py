@@ -43,7 +43,12 @@ def test_each_shape_is_compared_with_its_own_fastest_peer(folder, result):
     assert line.startswith("| [W4A16](benchmarks/results/w4a16_h200.json) | H200 | cuBLAS f16, Marlin |")
     mean = (2 * 2 * 0.4) ** (1 / 3)
     assert cells(line) == ["", "", f"{mean:.2f} (0.40)", *[""] * 6]
-    assert "No result file" in headline.table("H100")
+    assert shown("H100") == [line]  # products of another card, where this one has no row of them
+    on_this = {**result, "gpu": "NVIDIA H100 80GB HBM3", "rows": rows}
+    (folder / "w4a16_h100.json").write_text(json.dumps(on_this))
+    (only,) = shown("H100")
+    assert "| H100 |" in only and len(shown()) == 2
+    (folder / "w4a16_h100.json").unlink()
     (folder / "w4a16_held_out_h200.json").write_text(json.dumps({**result, "gpu": "NVIDIA H200", "rows": rows[:2]}))
     tuned, held = shown()
     assert held.startswith("| [W4A16, two shapes, layers outside the tuned list](") and cells(tuned) == cells(line)

@@ -68,6 +68,7 @@ MXFP4_MXFP8 = Product(
     version="terrazzo.mxfp4_mxfp8/1",
     conventions={"mxfp4": 4},
     on_request=True,
+    ran=ON_HOPPER,
     wheel="no model of the table's has it",
     instead="multiply 16-bit activations there: terrazzo.ops.mxfp4 packs the same codes as weight-only",
 )

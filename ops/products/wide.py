@@ -89,5 +89,6 @@ NF4 = Product(
     facts=_FLOATS,
     version="terrazzo.weight_only/1",
     conventions={"bitsandbytes": 4},
+    ran=EVERYWHERE,
     wheel="no model of the table's has it",
 )
