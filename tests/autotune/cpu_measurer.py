@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import itertools
 import os
+from importlib import import_module
 
 import torch
 from terrazzo.autotune import gemm_bench, measure, measurer
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import attention, mxfp4, mxfp4_fp8, mxfp4_mxfp8, nf4, nvfp4, w4a8, w4a16, w4ax, w8a8, w8a16
-from terrazzo.ops import fp8 as fp8_weights
+from terrazzo.ops import attention, mxfp4_fp8, mxfp4_mxfp8, w4a8, w4a16, w4ax, w8a8
 from terrazzo.ops.attention.decoding import reference as caches
 from terrazzo.ops.attention.prefilling import prefill_reference as prefills
+from terrazzo.ops.products.table import PRODUCTS
+from terrazzo.ops.products.wide import W4A16
 from terrazzo.ops.w4a8 import fp8, mxfp8
 from terrazzo.ops.w4a8 import fp8_reference as integers_fp8
 from terrazzo.ops.w4a8 import reference as integers
@@ -27,7 +29,9 @@ from terrazzo.ops.w4ax.activations import default_granularity
 from terrazzo.ops.weight_only import reference as floats
 from terrazzo.schedules import records
 
-WEIGHT_ONLY = {"mxfp4": mxfp4, "nvfp4": nvfp4, "nf4": nf4, "w8a16": w8a16, "fp8": fp8_weights}
+WEIGHT_ONLY = {
+    one.record: import_module(f"terrazzo.ops.{one.module}") for one in PRODUCTS if one.wide and one is not W4A16
+}
 H200 = Target.parse("nvidia/nvidia-h200")
 
 
