@@ -159,20 +159,24 @@ def lines(files: Iterable[Read]) -> list[tuple[str, ...]]:
 def table(gpu: str = "") -> str:
     """The table of every file, or README's, and the commands that measure its files again.
 
-    README's has a row on one GPU ("H100") where there is one, and for products else on another.
+    README's has a row on one GPU ("H100"), and for products on another if that ran beside more peers.
     """
     files = every(whole=not gpu)
     named = lambda line: line[0].partition("](")[0].removesuffix(" †")
-    found = [line for line in lines(files) if gpu in line[1]]
-    first = {named(line) for line in found}
-    others = lines(it for it in files if isinstance(it[1], partial))
-    found = [line for line in others if gpu in line[1] or named(line) not in first] + [
-        line for line in found if line not in others
-    ]
+    found = lines(files)
+    if gpu:
+        best: dict[str, tuple[str, ...]] = {}
+        products_of = lines(it for it in files if isinstance(it[1], partial))
+        for line in products_of:
+            other = best.setdefault(named(line), line)
+            rank = lambda it: (it[2].count(","), gpu in it[1])
+            best[named(line)] = max(line, other, key=rank)
+        found = [*best.values(), *(line for line in found if gpu in line[1] and line not in products_of)]
     if not found:
         return "No result file is in benchmarks/results yet; `make bench` writes one on a GPU."
     head = ("", "GPU", "compared with the fastest of", *(str(size) for size in SIZES))
     others = dict.fromkeys(path.name.partition("_h")[0] for path, read in files if not isinstance(read, partial))
+    others = dict.fromkeys(name.replace("grouped_", "grouped --op ") for name in others)
     said = f"Again: `{command('FILE', 'tuned')}` or `held-out`, FILE up to its GPU" + "".join(
         f"; `python -m benchmarks.{name}`" for name in others
     )

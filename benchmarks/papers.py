@@ -62,6 +62,8 @@ def claims() -> list[tuple[str, str, str, str]]:
         ("BitDecoding, fig. 13", "end to end at 128K: 3.3", NOT, ""),
         ("LiquidGEMM, fig. 12", "W4A8 over QServe at 256 tokens: 2.75 to 2.90",
          measured("w4a8_h200", "qserve_group", (256,)), "QServe's own kernel of sglang-kernel 0.4.5; H200 here"),
+        ("LiquidGEMM, fig. 12", "the same", measured("w4a8_h200", "qserve_channel", (256,)),
+         "QServe's kernel of one scale for each channel, as the peer"),
         ("LiquidGEMM, fig. 12", "W4A8 over TRT-LLM's kernels: 1.12 to 1.63", over("w4a8_h100", "torch_fp8", (64, 256)),
          f"torch's fp8 product as the peer; {layers}; 64 and 256 tokens"),
         ("LiquidGEMM, tab. 1", "16,694 tokens/s, Llama-3-8B, H800", NOT, ""),

@@ -48,6 +48,9 @@ def test_each_shape_is_compared_with_its_own_fastest_peer(folder, result):
     (folder / "w4a16_h100.json").write_text(json.dumps(on_this))
     (only,) = shown("H100")
     assert "| H100 |" in only and len(shown()) == 2
+    fewer = [row | {"peers": {"cublas_f16": row["peers"].get("cublas_f16", 9.0)}} for row in rows]
+    (folder / "w4a16_h100.json").write_text(json.dumps(on_this | {"rows": fewer}))
+    assert shown("H100") == [line]  # it ran beside fewer peers here
     (folder / "w4a16_h100.json").unlink()
     (folder / "w4a16_held_out_h200.json").write_text(json.dumps({**result, "gpu": "NVIDIA H200", "rows": rows[:2]}))
     tuned, held = shown()

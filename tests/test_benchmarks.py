@@ -397,7 +397,9 @@ def test_tables_of_other_results(monkeypatch, tmp_path, result):
 
 def test_the_table_of_formats_has_accuracy_beside_speed(monkeypatch, tmp_path, result):
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    rows = [row(4, 64, 64, 10.0, 20.0), row(4, 640, 64, 10.0, 80.0), row(1024, 64, 64, None, 5.0)]
+    small, large = sorted(linear.TUNED, key=lambda shape: shape[0] * shape[1])[:: len(linear.TUNED) - 1]
+    rows = [row(4, *small, 10.0, 20.0), row(4, *large, 10.0, 80.0), row(1024, *small, None, 5.0)]
+    rows.append(row(4, 640, 64, 10.0, 999.0))  # a layer that other files lack
     (tmp_path / "w4a16_h200.json").write_text(json.dumps({**result, "rows": rows}))
     read = {"path": "kernels", "k_format": "float16", "error": 0.002}
     accuracy = [
@@ -408,9 +410,10 @@ def test_the_table_of_formats_has_accuracy_beside_speed(monkeypatch, tmp_path, r
         read | {"weights": "w4ax", "ratio": 1.1},
     ]
     (tmp_path / "accuracy_small_h100.json").write_text(json.dumps({"model": "small", "rows": accuracy}))
+    bits = 8 * rows[1]["bytes"] / (large[0] * large[1])
     head, _, *lines = choice.table().splitlines()
     assert head.startswith("| weights | bits | small | 4 tokens |")
-    assert lines[0] == "| `w4a16-g128` | 4.00 | 1.012 ± 0.002 | 4.00x |  |  |  |  | H200 |"
+    assert lines[0] == f"| `w4a16-g128` | {bits:.2f} | 1.012 ± 0.002 | 4.00x |  |  |  |  | H200 |"
     assert lines[1].startswith("| `w4ax` |  | 1.100 ± 0.002 |  |") and len(lines) == 2
 
 
