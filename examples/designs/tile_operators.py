@@ -261,7 +261,7 @@ def calls_of(kernels: dict[str, object]) -> tuple[dict[str, dict[str, Callable]]
         words = torch.from_numpy(BLOCK.pack(codes.numpy())).cuda()
         s, x = torch.rand(k // GROUP, 4096, device="cuda").half(), rand(m, k).half() / 64
         right = x.double() @ ((codes.cuda().double() - 8) * s.double().T.repeat_interleave(GROUP, 1)).T
-        weight = w4a16.QuantizedWeight.canonical(codes.cuda().int() - 8, s.T.contiguous(), None, group_size=GROUP)
+        weight = w4a16.QuantizedWeight.canonical(codes.cuda(), s.T.contiguous(), None, group_size=GROUP)
         packed = weight.pack()
         ways = {"library": lambda x=x, packed=packed: w4a16.gemm(x, packed)}
         for way in ("T.gemm", "T.wgmma_gemm", "order, stage"):
