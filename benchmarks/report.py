@@ -47,7 +47,7 @@ def load(path: Path) -> dict[str, Any]:
 
 def lost(result: Mapping[str, Any]) -> str:
     """What marks a file whose commit is in no history, or ""."""
-    return " †" if result["commit"][:12] in LOST and not result.get("commit_on_main") else ""
+    return " †" if (result["commit"] or "")[:12] in LOST and not result.get("commit_on_main") else ""
 
 
 def write(result: dict[str, Any], out: Path | None, start: float) -> None:

@@ -28,7 +28,16 @@ ROOT = Path(__file__).parents[1]
 NO_PROGRAMS = {"choice", "compile_ahead", "host", "kv_choice", "plot", "pretended_gpu", "readme", "shared_records"}
 NO_PROGRAMS |= {"w4a8_counters"}
 """Modules of benchmarks/ that run and measure nothing by themselves."""
-NO_PROGRAMS |= {"accuracy", "accuracy_data", "cold_calls", "compile_model", "engine", "engine_table", "train_small"}
+NO_PROGRAMS |= {
+    "accuracy",
+    "accuracy_data",
+    "cold_calls",
+    "compile_model",
+    "engine",
+    "engine_table",
+    "outliers",
+    "train_small",
+}
 NO_PROGRAMS |= {"wheel_calls"}
 """Those that need a model's folder or make one, which no GPU machine has by itself."""
 NO_PROGRAMS |= {"tensor_parallel"}

@@ -126,7 +126,7 @@ def test_implementations_take_turns_in_bursts_or_behind_the_same_work(monkeypatc
     monkeypatch.setattr(measure, "_prepare", prepare)
     calls = {name: [lambda name=name: name] for name in ("a", "broken", "b")}
     found = measure.time_in_turn(calls, 8.0)
-    assert found["a"] == measure.Timing(1000.0, 0.0, 4, 5) and found["b"].us == 1500.0
+    assert found["a"] == measure.Timing(1000.0, 0.0, 4, 5, (1000.0, 1000.0)) and found["b"].us == 1500.0
     assert isinstance(found["broken"], KeyError)
     assert clock.pauses == [measure.PAUSE_S] * 2  # three turns of 10 ms in a burst, two in the next
     assert "".join(clock.order) == "a" + "abbaab" + "a" + "abba"  # one replay before the clock

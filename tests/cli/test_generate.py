@@ -89,7 +89,7 @@ def test_a_message_that_does_not_fit_is_left_out_of_the_talk(capsys, folders, mo
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--quantize", "w4a16-g64"), "--quantize w4a16-g64: the folder's weights are packed"),
+        (("--quantize", "w4a16-g64"), "--quantize w4a16-g64: is for float layers, and all of the folder are quantized"),
         (("--kv", "itn8"), "did you mean 'int8'?"),
         (("--temperature", "-1"), "'--temperature': -1.0 is not in the range"),
         (("--max-new-tokens", "99999"), "positions"),

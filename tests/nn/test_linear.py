@@ -12,7 +12,7 @@ from layers import BIAS, PACKED, SMOOTH, K, N, act_order, layer, weight, x
 from safetensors.torch import load, save
 from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
 from terrazzo.nn import Format, Linear, formats
-from terrazzo.ops import fp8, mxfp4, w4a8, w4a16, w4ax
+from terrazzo.ops import fp8, mxfp4, mxfp4_mxfp8, w4a8, w4a16, w4ax
 
 pytestmark = pytest.mark.usefixtures("oracle")
 
@@ -21,7 +21,7 @@ every = pytest.mark.parametrize("name", PACKED)
 
 def definition(x: torch.Tensor, w) -> torch.Tensor:
     """y of the operator's oracles, rounded once."""
-    from terrazzo.ops.w4a8 import fp8_reference
+    from terrazzo.ops.w4a8 import fp8_reference, mxfp8
     from terrazzo.ops.w4a8 import reference as int8_reference
     from terrazzo.ops.w4a16 import reference as w4a16_reference
     from terrazzo.ops.w4ax import reference as w4ax_reference
@@ -40,6 +40,9 @@ def definition(x: torch.Tensor, w) -> torch.Tensor:
     if isinstance(w, w4a8.PackedWeight):
         q, scales, _ = int8_reference.quantize_activations(x, w.smooth)
         return int8_reference.gemm(q, scales, w).to(x.dtype)
+    if isinstance(w, mxfp4_mxfp8.PackedWeight):
+        made = mxfp8.reference(x)
+        return fp8_reference.gemm(made.q[:, : w.k], made.token_scales(), w).to(x.dtype)
     return fp8_reference.gemm(*fp8_reference.quantize_activations(x, w.smooth), w).to(x.dtype)
 
 
