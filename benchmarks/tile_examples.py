@@ -228,8 +228,12 @@ def run(o: argparse.Namespace) -> int:
     return program.run("tile_examples", o, target, rows, requests(target), copies=False)
 
 
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    return program.parser("tile_examples", __doc__, 10.0, "compile-only").parse_args(argv)
+
+
 def main(argv: list[str] | None = None) -> int:
-    o = program.parser("tile_examples", __doc__, 10.0, "compile-only").parse_args(argv)
+    o = arguments(argv)
     return report.guarded("benchmarks.tile_examples", lambda: run(o))
 
 
