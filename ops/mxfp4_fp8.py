@@ -89,7 +89,7 @@ def pack(
         ArgumentError: see `QuantizedWeight.canonical`; scales of a row that lie more than 39 binades apart; a target
             without e4m3. TargetError: see `Target.parse`.
     """
-    made = codes if scales is None else format.made(codes, scales, bias, "mxfp4", GROUP)
+    made = codes if scales is None and bias is None else format.made(codes, scales, bias, "mxfp4", GROUP)
     return mxfp4_format.pack(made, target=target)
 
 

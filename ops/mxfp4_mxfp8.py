@@ -84,7 +84,7 @@ def pack(
     Raises:
         ArgumentError: as there. TargetError: see `Target.parse`.
     """
-    made = codes if scales is None else format.made(codes, scales, bias, "mxfp4", GROUP)
+    made = codes if scales is None and bias is None else format.made(codes, scales, bias, "mxfp4", GROUP)
     return mxfp8.pack(made, target=target)
 
 

@@ -71,9 +71,10 @@ class MXActivations(QuantizedActivations):
             raise ArgumentError("q", weights.described(q), "must be float8_e4m3fn [..., K]", "pass codes of e4m3")
         shape, k = tuple(q.shape), q.shape[-1]
         wanted = (*shape[:-1], -(-k // GROUP))
-        if not isinstance(scales, torch.Tensor) or tuple(scales.shape) != wanted or scales.element_size() != 1:
-            seen = weights.described(scales)
-            raise ArgumentError("scales", seen, f"must be uint8 {list(wanted)}", "pass a byte for each 32 columns")
+        dtype = weights.dtype_name(scales) if isinstance(scales, torch.Tensor) else ""
+        if dtype not in ("uint8", "float8_e8m0fnu") or tuple(scales.shape) != wanted:
+            constraint = f"must be uint8 or float8_e8m0fnu {list(wanted)}"
+            raise ArgumentError("scales", weights.described(scales), constraint, "pass a byte for each 32 columns")
         rows, held = q.reshape(-1, k).view(torch.uint8), scales.reshape(-1, wanted[-1]).view(torch.uint8)
         broken = (held == _NAN).repeat_interleave(GROUP, dim=1)[:, :k]
         rows = torch.nn.functional.pad(torch.where(broken, 127, rows), (0, padded(k) - k))

@@ -144,8 +144,12 @@ def test_what_is_no_operand_is_refused_by_name():
         w4a8.quantize_activations(x.half(), smooth=torch.ones(96), codes="mxfp8")
     with pytest.raises(ArgumentError, match="x = 'float32': must be float16 or bfloat16"):
         mxfp4_mxfp8.quantize_activations(x)
-    with pytest.raises(ArgumentError, match="scales = .*: must be uint8 .5, 3."):
-        mxfp8.MXActivations.of(x.to(torch.float8_e4m3fn), torch.ones(5, 2, dtype=torch.uint8))
+    for scales in (torch.ones(5, 2, dtype=torch.uint8), torch.ones(5, 3).to(torch.float8_e4m3fn), torch.ones(5, 3) > 0):
+        with pytest.raises(ArgumentError, match="scales = .*: must be uint8 or float8_e8m0fnu .5, 3."):
+            mxfp8.MXActivations.of(x.to(torch.float8_e4m3fn), scales)
+    for module in (mxfp4_mxfp8, mxfp4_fp8):
+        with pytest.raises(ArgumentError, match="bias = 'given': must be left out when codes is a QuantizedWeight"):
+            module.pack(w, bias=torch.ones(40))
     with pytest.raises(ArgumentError, match="no program for scales of groups of both operands"):
         mxfp4_mxfp8.kernel_requests(256, 512, m=1, target="sm_89", pipeline="small_batch")
     with pytest.raises(ArgumentError, match="use mxfp4_mxfp8.quantize"):
