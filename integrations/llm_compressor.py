@@ -6,6 +6,7 @@ That environment needs no terrazzo: `llm_compressor_program.py` runs there, in a
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -18,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.integrations.llm_compressor_program import ANSWER, METHODS
-from terrazzo.lowering.data_files import parse_json, read_json
-from terrazzo.lowering.errors import ArgumentError, ToolchainError
+from terrazzo.lowering.data_files import is_count, parse_json, read_json
+from terrazzo.lowering.errors import ArgumentError, ToolchainError, shown
 from terrazzo.lowering.settings import QUANTIZER, clean_environment
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ INSTALL = (
     "terrazzo config quantizer ~/quantizer/bin/python"
 )
 """The two lines that set it up: one command, where an error is shown on one line."""
+AGAIN = f"set the environment up again, in these two lines:\n{INSTALL}"
 PROBE_S = 60.0
 _PROBE = """
 import importlib.metadata, json
@@ -149,7 +151,7 @@ def quantize_folder(
     from terrazzo.nn.quantized_folder import QuantizedFolder, digest_of, read_files
     from terrazzo.nn.sources import Published
     from terrazzo.ops.checkpoints import Checkpoint
-    from terrazzo.ops.checkpoints.conventions.compressed_tensors import METHOD, scheme_of
+    from terrazzo.ops.checkpoints.conventions.compressed_tensors import scheme_of
 
     form = Format.parse(format)
     if method not in METHODS:
@@ -157,7 +159,10 @@ def quantize_folder(
     if form.product.planned or (form.product.codes.scales == ("float32",) and form.product.codes.bits == 4):
         steps = f"make a folder with {method} and w4a16-g128-sym, and of that one with --format {form}"
         raise ArgumentError("format", str(form), "has scales of two levels, which llm-compressor does not make", steps)
-    writer = writer_of(form, METHOD.name)
+    if (writer := writer_of(form, None)) is None:
+        constraint = f"has no form in compressed-tensors, which {method} writes"
+        remedy = "name one that has, as w4a16-g128-sym, or leave the method out"
+        raise ArgumentError("format", str(form), constraint, remedy)
     if calibration is None:
         raise ArgumentError("calibration", None, f"{method} needs to see activations", TEXT)
     found = quantizer()
@@ -192,8 +197,7 @@ def quantize_folder(
         scratch.mkdir()
         try:
             errors = _run(found.python, {**asked, "out": str(scratch)}, device, layers, progress)
-            _take(scratch, made, errors)
-            stated = read_json(scratch / "config.json", "config.json", "start again")["quantization_config"]
+            stated = _take(found.python, scratch, made, errors)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         opened.model.config.dtype = opened.dtype
@@ -203,20 +207,36 @@ def quantize_folder(
     return errors
 
 
-def _take(scratch: Path, made: Any, errors: dict[str, float]) -> None:
-    """The files of a run that ended take their places."""
-    from safetensors import safe_open
+def _take(python: str, scratch: Path, made: Any, errors: dict[str, float]) -> dict[str, Any]:
+    """The files of a run that ended take their places; what its config states of them."""
+    from safetensors import SafetensorError, safe_open
     from terrazzo.nn.folders import INDEX
 
+    ended = f"llm-compressor of {python} said that it is done, and wrote"
+    paths = sorted(scratch.glob("*.safetensors"))
+    if not paths or not (scratch / "config.json").is_file():
+        lacks = "config.json" if paths else "file of weights"
+        raise ToolchainError(f"{ended} no {lacks}; {AGAIN}")
+    try:
+        config = read_json(scratch / "config.json", "config.json", AGAIN)
+    except ArgumentError as error:
+        raise ToolchainError(f"{ended} a config.json that {error.constraint}; {AGAIN}") from None
+    stated = config.get("quantization_config") if isinstance(config, dict) else None
+    if not isinstance(stated, dict):
+        raise ToolchainError(f"{ended} a config.json without quantization_config; {AGAIN}")
     places: dict[str, str] = {}
-    for path in sorted(scratch.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            state = {name: file.get_tensor(name) for name in file.keys()}
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                state = {name: file.get_tensor(name) for name in file.keys()}
+        except SafetensorError as error:
+            raise ToolchainError(f"{ended} {path.name}, which cannot be read ({error}); {AGAIN}") from None
         places |= dict.fromkeys(sorted(state), path.name)
         own = {name: error for name, error in errors.items() if any(f"{name}.weight" in tensor for tensor in state)}
         made.write(path.name, state, own)
     size = sum((made.path / name).stat().st_size for name in set(places.values()))
     made.write_json(INDEX, {"metadata": {"total_size": size}, "weight_map": places})
+    return stated
 
 
 def _run(
@@ -236,8 +256,13 @@ def _run(
             if not line.startswith(ANSWER.encode()):
                 said.append(line)
                 continue
-            answer = parse_json(line[len(ANSWER) :])
+            if (answer := _answer(line[len(ANSWER) :])) is None:
+                heard = shown(line.decode(errors="replace").strip())
+                raise ToolchainError(f"llm-compressor of {python} gave an answer that is none, {heard}; {AGAIN}")
             errors |= answer.get("errors", {})
+            if bad := [name for name, error in errors.items() if not math.isfinite(error)]:
+                remedy = "repair the checkpoint if its weights are none, or take another method"
+                raise ToolchainError(f"llm-compressor of {python} made no numbers of {bad[0]}; {remedy}")
             done = answer.get("done", False)
             if progress is not None and not done:
                 progress(min(answer["layer"], layers), layers)
@@ -245,6 +270,18 @@ def _run(
         words = b"".join(said[-40:]).decode(errors="replace").strip()[-SAID:]
         raise ToolchainError(f"llm-compressor of {python} ended with {process.returncode}: {words}")
     return errors
+
+
+def _answer(text: bytes) -> dict[str, Any] | None:
+    """What a line says: the number of a layer, errors of layers, or that all is done; None: it says no such thing."""
+    try:
+        answer = parse_json(text)
+    except ValueError:
+        return None
+    errors, done = (answer.get("errors", {}), answer.get("done", False)) if isinstance(answer, dict) else (None, None)
+    if type(done) is not bool or not isinstance(errors, dict) or not (done or is_count(answer.get("layer"))):
+        return None
+    return answer if all(type(error) is float or is_count(error) for error in errors.values()) else None
 
 
 def _feed(process: subprocess.Popen, data: bytes) -> None:

@@ -20,6 +20,7 @@ from terrazzo.nn.linear import Linear
 from terrazzo.nn.parallel import SharedHead, TensorParallel, shared_heads
 from terrazzo.nn.reading import Asked, FileTensors, From
 from terrazzo.nn.sources import Published, Source, Stored, quantized
+from terrazzo.ops import stored_layers
 from terrazzo.ops.checkpoints import Checkpoint, TensorFiles
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
@@ -166,7 +167,7 @@ def loaded(asked: Asked) -> Causal:
         model.lm_head = _head(builder.head(decoder), head_form, opened.dtype, asked.target)
     if asked.activations is not None and not made.quantizes_activations:
         constraint = "quantizes what MXFP4 weights multiply, and the source has none"
-        remedy = 'leave it out; for float ones quantize="mxfp4-e4m3"'
+        remedy = f'leave it out; for float ones quantize="{stored_layers.of_mxfp4(asked.activations).word}"'
         raise ArgumentError("activations", asked.activations, constraint, remedy)
     own = (opened.formats, asked.max_tokens, model.config, static, ranks)
     model.model = transformers_model.Body(decoder, builder.own, *own)

@@ -51,8 +51,8 @@ class Format:
     @staticmethod
     def parse(text: str | Format, argument: str = "format") -> Format:
         """Of "w4a16", "w4a16-g64", "w4a16-gK-sym", "w4a8-g128", "w4a8-e4m3", "w4ax", "w8a16", "w8a8", "w8a8-e4m3",
-        "mxfp4", "mxfp4-e4m3", "mxfp4-mxfp8", "nvfp4", "fp8", and of blocks "w8a8-e4m3-g128" and "fp8-g128"; the group's
-        default is the first of its family's, of w8a16, w8a8 and fp8 a scale for each row.
+        "mxfp4", "mxfp4-e4m3", "mxfp4-mxfp8", "nvfp4", "nf4", "fp8", and of blocks "w8a8-e4m3-g128" and "fp8-g128"; the
+        group's default is the first of its family's, of w8a16, w8a8 and fp8 a scale for each row.
 
         Raises:
             ArgumentError: names `argument`: no such format.

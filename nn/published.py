@@ -38,7 +38,7 @@ def writer_of(form: Format | None, write: str | None, lacks: str = "") -> Conven
     found = None if form is None else WRITERS.get(form.product.record)
     lacks = lacks or ("" if found else f"has no form for {form or 'layers that are quantized already'}")
     if write == METHOD.name and lacks:
-        raise ArgumentError("write", write, lacks, f"write {PACKED!r}, which terrazzo.load reads")
+        raise ArgumentError("write", write, lacks, f"write {PACKED!r} (--write packed), which terrazzo.load reads")
     return None if lacks or write == PACKED else found
 
 

@@ -133,10 +133,14 @@ class QuantizedFolder:
         good = isinstance(before, dict) and _are_digests(noted.get("source")) and _are_files(noted.get("files"))
         if not good:
             raise ArgumentError("out", str(self.path), f"its {SETTINGS} is damaged", _NEW)
-        for name, value in settings.items():
-            if before.get(name) != value:
-                constraint = f"was begun with other settings: {name} was {before.get(name)!r} and is {value!r}"
-                raise ArgumentError("out", str(self.path), constraint, f"{_NEW}, or ask for the same")
+        other = [name for name, value in settings.items() if before.get(name) != value]
+        if other:
+            name, was = other[0], before.get(other[0])
+            constraint = f"was begun with other settings: {name} was {was!r} and is {settings[name]!r}"
+            remedy = f"{_NEW}, or ask for the same"
+            if other == ["write"] and was is None:  # as versions did that wrote nothing else
+                remedy = f"{_NEW}, or write 'packed' (--write packed), which goes on with it"
+            raise ArgumentError("out", str(self.path), constraint, remedy)
         return noted
 
     def _seen(self) -> dict[str, list[int]]:

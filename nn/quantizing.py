@@ -18,9 +18,10 @@ from terrazzo.nn.formats import Format
 from terrazzo.nn.joined import rows_of
 from terrazzo.nn.published import Written, quantization_config, writer_of
 from terrazzo.nn.quantized_folder import QuantizedFolder, digest_of, read_files
-from terrazzo.nn.sources import Published
+from terrazzo.nn.sources import FLOAT_LAYER, Published
 from terrazzo.ops import weights
 from terrazzo.ops.checkpoints import Checkpoint
+from terrazzo.ops.checkpoints.conventions.compressed_tensors import in_blocks
 from terrazzo.ops.products.converted import W4A8
 from terrazzo.ops.products.table import PRODUCTS
 
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from terrazzo.nn.architectures import Builder, Shape
     from terrazzo.ops.weight.base import AnyPacked as Packed
 
-TEXT = "pass token numbers of some text, or to the command a file of text"
+TEXT = "pass token numbers of some text, or to the command --calibration FILE"
+_PACK = "pass token numbers of some text; terrazzo pack takes none: name int8 to it, or let terrazzo quantize make it"
 _CHUNK = {"cpu": 1 << 17, "cuda": 1 << 22}  # values whose error is computed at a time: bounds what float64 takes
 
 
@@ -92,7 +94,8 @@ def quantize_folder(
         raise ArgumentError("source", str(source), "is packed already", "quantize the float model")
     found, formats, shape = opened.dtype, opened.formats, opened.shape
     if calibration is None and (static := reading.needs_scales(formats)):
-        raise ArgumentError("calibration", None, f"kv={static[0]!r} needs to see keys and values", TEXT)
+        remedy = _PACK if form is None else TEXT
+        raise ArgumentError("calibration", None, f"kv={static[0]!r} needs to see keys and values", remedy)
     if calibration is not None and not (takes or reading.needs_scales(formats)):
         others = ", ".join(one.word for one in PRODUCTS if one.calibration)
         constraint = f"{form or 'packing'} takes nothing from a text: {others} do, and static formats of kv"
@@ -105,11 +108,6 @@ def quantize_folder(
     writer = writer_of(form, write, lacks)
     if takes == "smooth" and not again:
         options = {"rule": "search"} | dict(options or {})
-    settings = {
-        "format": "as published" if form is None else str(form), "write": None if writer is None else writer.published,
-        "method": None,         "dtype": reading.weights_name(found), "options": digest_of(dict(options or {})),
-        "version": folders.VERSION, "target": target, "calibration": digest_of(calibration),
-    }  # fmt: skip
 
     from terrazzo.nn.architectures import Builder
 
@@ -124,6 +122,13 @@ def quantize_folder(
     opened.name_ends()
     skeleton = opened.model
     builder = Builder(shape, made, [])
+    if writer is not None:
+        writer = writer_of(form, write, _uneven(builder, form))
+    settings = {
+        "format": "as published" if form is None else str(form), "write": None if writer is None else writer.published,
+        "method": None, "dtype": reading.weights_name(found), "options": digest_of(dict(options or {})),
+        "version": folders.VERSION, "target": target, "calibration": digest_of(calibration),
+    }  # fmt: skip
     written = None if writer is None else Written(made, writer, builder.root, shape.tied)
     files: dict[str, list[str]] = {}
     with QuantizedFolder(folder, settings, source, read_files(checkpoint), verify) as out_folder, torch.no_grad():
@@ -174,7 +179,8 @@ def _check_source(checkpoint: Checkpoint, form: Format | None, calibration: torc
     source, stored = str(checkpoint.folder), checkpoint.layers()
     if form is None:
         if not stored and not checkpoint.config.method:
-            raise ArgumentError("format", None, f"the layers of {source} are float", "name one, as w4a16-g128")
+            remedy = "quantize them: terrazzo quantize, or a format as w4a16-g128"
+            raise ArgumentError("format", None, f"the layers of {source} are float", remedy)
         return False
     if stored and form.product is not W4A8:
         remedy = "terrazzo.load reads them, and terrazzo pack packs them; of 4-bit integers w4a8 can be made"
@@ -185,6 +191,22 @@ def _check_source(checkpoint: Checkpoint, form: Format | None, calibration: torc
             "calibration", "a text", f"is read by float layers, and {source} has quantized ones", remedy
         )
     return bool(stored)
+
+
+def _uneven(builder: Builder, form: Format) -> str:
+    """Why layers of compressed-tensors do not hold a model's, whose sizes end inside of a group; "" where they do."""
+    size, shape, source = form.group_size, builder.shape, builder.source
+    if size is None:
+        return ""
+    for name in source.names():
+        if name.startswith(f"{builder.root}layers.") and FLOAT_LAYER.fullmatch(name):
+            k = source.shape_of(name)[-1:]
+            if k and k[0] % size:
+                return f"has whole groups of {size}, and K = {k[0]} of {name} is no multiple"
+    rows = shape.kv_heads * shape.head_dim  # keys', behind which those of values begin
+    if in_blocks(form.product, size) and rows % size and rows % size + rows > size:
+        return f"has whole blocks of {size} rows, and the {rows} of keys and of values are no multiple"
+    return ""
 
 
 def error_of(packed: Packed, weight: torch.Tensor | None) -> float:

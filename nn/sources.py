@@ -287,8 +287,9 @@ class Published(Source):
         bias = None if bias is None else cast(bias, self.dtype, names[0])
         if self.quantize is None:
             return cast(weight, self.dtype, names[0]), bias
-        options = {**self.tuned(own, weight), **self.options, **options}
-        made = quantized(self.quantize, weight, bias, self.dtype, options, self.target)
+        with weights.renamed(**{leaf: " or ".join(f"{name}.{leaf}" for name in names) for leaf in LEAVES}):
+            options = {**self.tuned(own, weight), **self.options, **options}
+            made = quantized(self.quantize, weight, bias, self.dtype, options, self.target)
         self.report(own, made, weight)
         self._kept(names, [len(w) for w, _ in parts], made, *(f"{n}.{leaf}" for n in names for leaf in LEAVES))
         return made
@@ -322,7 +323,7 @@ class Published(Source):
         made = []
         for name, part, share in ((gate_up, "gate_up", shares[0]), (down, "down", shares[1])):
             floats = self.float_of(name, _cut_of_experts(name, self.shape_of(name), share))
-            made.append(self._reported(self._of_experts(floats), own, part))
+            made.append(self._reported(self._of_experts(name, floats), own, part))
             leaves, rows = (("gate", "up"), floats.shape[1] // 2) if part == "gate_up" else (("down",), floats.shape[1])
             for e, packed in enumerate(made[-1]):
                 names = [f"{name.rpartition('.')[0]}.{e}.{leaf}_proj" for leaf in leaves]
@@ -330,12 +331,14 @@ class Published(Source):
         return Experts.of_packed(*made, activation)
 
     def _of_experts(
-        self, floats: torch.Tensor, biases: Iterable[torch.Tensor | None] = repeat(None)
+        self, name: str, floats: torch.Tensor, biases: Iterable[torch.Tensor | None] = repeat(None)
     ) -> Iterator[tuple[Packed, torch.Tensor]]:
-        """(packed, float weight) of each of experts [E, N, K]."""
+        """(packed, float weight) of each of experts [E, N, K], the tensor of that name."""
         options = {**self.options, **self._shared_plan(floats)}
-        for weight, bias in zip(floats, biases):
-            yield quantized(self.quantize, weight.contiguous(), bias, self.dtype, options, self.target), weight
+        for e, (weight, bias) in enumerate(zip(floats, biases)):
+            with weights.renamed(weight=f"{name}[{e}]", bias=f"{name}_bias[{e}]"):
+                made = quantized(self.quantize, weight.contiguous(), bias, self.dtype, options, self.target)
+            yield made, weight
 
     def _reported(self, pairs: Iterable[tuple[Packed, torch.Tensor | None]], own: str, part: str) -> list[Packed]:
         made = []
@@ -404,7 +407,7 @@ class Published(Source):
             values = cut.of(values)
             alone = share.dim == 0 or share.rank == 0  # a sum over ranks has the bias once
             bias = None if not alone else cut.of(bias) if share.dim == 0 else bias
-        return self._of_experts(values, repeat(None) if bias is None else cast(bias, self.dtype, f"{name}_bias"))
+        return self._of_experts(name, values, repeat(None) if bias is None else cast(bias, self.dtype, f"{name}_bias"))
 
     def experts(
         self,

@@ -37,7 +37,7 @@ def of_mxfp4(activations: str | None) -> Product:
     """
     if activations is None:
         return wide.MXFP4
-    if activations not in QUANTIZED:
+    if not isinstance(activations, str) or activations not in QUANTIZED:
         known = " or ".join(f'"{name}"' for name in QUANTIZED)
         raise ArgumentError("activations", activations, f"must be None or {known}", "leave it out for 16 bits")
     return QUANTIZED[activations]

@@ -46,7 +46,8 @@ _VERIFY = click.option(
     "form",
     default="w4a16-g128",
     show_default=True,
-    help="As w4a16-g64, w4a16-gK-sym, w4a8, mxfp4, nvfp4, w8a16, fp8.",
+    help="As w4a16-g64, w4a16-gK-sym, w4a8, w4a8-e4m3, w4ax, mxfp4, mxfp4-e4m3, mxfp4-mxfp8, nvfp4, nf4, w8a16, w8a8, "
+    "w8a8-e4m3, fp8.",
 )
 @click.option(
     "--method",
@@ -59,8 +60,8 @@ _VERIFY = click.option(
 @click.option(
     "--write",
     type=click.Choice(["compressed-tensors", "packed"]),
-    help="Form of the folder. Default: compressed-tensors, which vLLM reads too, where the format has it and neither "
-    "--kv nor --target is given.",
+    help="Form of the folder. Default: compressed-tensors, which vLLM reads too, where format and model have it and "
+    "neither --kv nor --target is given.",
 )
 @_KV
 @click.option("--device", help="Where weights are quantized. Default: cuda where there is a GPU.")
@@ -108,7 +109,10 @@ def quantize(
             errors = quantize_folder(folder, out, form, **options)
         else:
             kept = {name: options.pop(name) for name in ("kv", "target", "write")}
-            if named := [name for name, value in kept.items() if value not in (None, "compressed-tensors")]:
+            if kept["write"] == "packed":
+                remedy = "leave --write out, and pack that folder with terrazzo pack"
+                raise click.UsageError(f"--method {method} writes compressed-tensors and no packed folder; {remedy}")
+            if named := [name for name in ("kv", "target") if kept[name] is not None]:
                 raise click.UsageError(f"--{named[0]} is of packed folders, which --method {method} does not write")
             errors = llm_compressor.quantize_folder(folder, out, form, method, **options)
     written = _method_of(out)

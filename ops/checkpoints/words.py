@@ -58,6 +58,8 @@ def check_bits(bits: float, argument: str = "bits", wanted: int = 4) -> None:
         other = {4: "w4a16", 8: "w8a16"}.get(bits)
         constraint = f"{wanted}-bit codes are read; the words hold {bits} bits for each weight"
         remedy = f"load it with {other}" if other else "quantize the model to 4 or 8 bits"
+        if wanted == 2:  # of GPTQ alone, where the config states them
+            remedy = "state the bits that the words have in its config, or quantize the model to 2, 4 or 8 bits"
         raise ArgumentError(argument, bits, constraint, remedy)
 
 

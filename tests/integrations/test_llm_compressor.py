@@ -136,7 +136,8 @@ def test_a_configuration_that_others_may_write_names_no_quantizer(interpreter):
     [
         (dict(format="w4a8"), "format = 'w4a8-g64': has scales of two levels.*w4a16-g128-sym.*--format w4a8-g64"),
         (dict(format="w4ax"), "format = 'w4ax-g128': has scales of two levels"),
-        (dict(format="mxfp4-e4m3"), "write = 'compressed-tensors': has no form"),
+        (dict(format="mxfp4-e4m3"), "format = 'mxfp4-e4m3-g32': has no form in compressed-tensors, which gptq writes"),
+        (dict(format="nf4"), "format = 'nf4-g64': has no form in compressed-tensors.*; name one that has"),
         (dict(calibration=None), "calibration = None: gptq needs to see activations"),
         (dict(method="spin"), "method = 'spin': must be one of"),
     ],
@@ -159,9 +160,12 @@ def test_what_only_a_packed_folder_holds_is_refused_by_the_command(source, tmp_p
     text = tmp_path / "text"
     text.write_text("some text " * 100)
     words = ["quantize", str(source), "-o", str(tmp_path / "out"), "--method", "awq", "--calibration", str(text)]
-    for more in (["--kv", "int8"], ["--target", "sm_90a"], ["--write", "packed"]):
+    for more in (["--kv", "int8"], ["--target", "sm_90a"]):
         assert main([*words, *more]) == 2
         assert f"{more[0]} is of packed folders, which --method awq does not write" in capsys.readouterr().err
+    assert main([*words, "--write", "packed"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--method awq writes compressed-tensors and no packed folder; leave --write out" in said
 
 
 @pytest.mark.parametrize("answers", [[], [f'{ANSWER}{{"layer": 1, "errors": {{"a": 0.1}}}}'], ["the reason"]])
@@ -176,6 +180,55 @@ def test_a_process_that_fails_says_why_and_leaves_no_folder_behind(source, tmp_p
     assert seen == [(1, 2)] * any(answer.startswith(ANSWER) for answer in answers)
     assert list(out.iterdir()) == []
     quantize_folder(source, out, "w4a16-g64", **CPU)  # another method takes the empty folder
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["{bad", "[]", "null", '"done"', '{"layer": null}', '{"layer": -1, "errors": {}}', '{"errors": {"a": 0.1}}',
+     '{"layer": 1, "errors": [1]}', '{"layer": 1, "errors": {"a": "0.1"}}',
+     '{"layer": 1, "errors": {"a": 1%s}}' % ("0" * 400), '{"done": 1, "errors": {"a": 0.1}}'],
+)  # fmt: skip
+@pytest.mark.parametrize("told", [True, False])
+def test_an_answer_of_another_form_is_refused_by_name(source, tmp_path, interpreter, monkeypatch, answer, told):
+    python = interpreter(answers=[f"{ANSWER}{answer}", f'{ANSWER}{{"done": true, "errors": {{"a": 0.1}}}}'])
+    monkeypatch.setenv(QUANTIZER.variable, python)
+    more = {"progress": lambda *done: None} if told else {}
+    with pytest.raises(
+        ToolchainError, match=f"{python} gave an answer that is none, .*set the environment up"
+    ) as error:
+        llm_compressor.quantize_folder(source, tmp_path / "out", "w4a16-g64-sym", "gptq", calibration=TEXT, **more)
+    assert answer[:50] in str(error.value) and list((tmp_path / "out").iterdir()) == []
+
+
+def test_an_error_that_is_no_number_names_its_layer(source, tmp_path, interpreter, monkeypatch):
+    python = interpreter(answers=[f'{ANSWER}{{"layer": 1, "errors": {{"a": 0.1, "b": NaN}}}}'])
+    monkeypatch.setenv(QUANTIZER.variable, python)
+    with pytest.raises(ToolchainError, match=f"{python} made no numbers of b; repair the checkpoint"):
+        llm_compressor.quantize_folder(source, tmp_path / "out", "w4a16-g64-sym", "gptq", calibration=TEXT)
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, "no file of weights"),
+        ({"model.safetensors": "x"}, "no config.json"),
+        ({"model.safetensors": "x", "config.json": "{bad"}, "a config.json that cannot be read"),
+        ({"model.safetensors": "x", "config.json": "[]"}, "a config.json without quantization_config"),
+        ({"model.safetensors": "x", "config.json": '{"quantization_config": {}}'}, "model.safetensors, which cannot"),
+    ],
+)
+def test_a_run_that_is_done_without_its_files_is_refused_by_name(
+    source, tmp_path, interpreter, monkeypatch, files, said
+):
+    python = interpreter(answers=[f'{ANSWER}{{"done": true, "errors": {{"a": 0.1}}}}'])
+    put = f"    import json; out = json.load(sys.stdin)['out']\n    for name, text in {files!r}.items():\n"
+    put += "        open(f'{out}/{name}', 'w').write(text)\n"
+    program = Path(python).read_text(encoding="utf-8").replace("    sys.stdin.read()\n", put)
+    Path(python).write_text(program, encoding="utf-8")
+    monkeypatch.setenv(QUANTIZER.variable, python)
+    with pytest.raises(ToolchainError, match=f"{python} said that it is done, and wrote {said}.*set the environment"):
+        llm_compressor.quantize_folder(source, tmp_path / "out", "w4a16-g64-sym", "gptq", calibration=TEXT)
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 # -- real runs ---------------------------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from safetensors.torch import load_file, save_file
 from terrazzo.cli import main
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn.quantizing import quantize_folder
+from terrazzo.ops.checkpoints.conventions.table import WRITERS
+from terrazzo.ops.products.table import BY_WORD
 from tiny_text import VOCABULARY, write_folder
 
 TOKENS = torch.arange(40, 60)[None]
@@ -30,6 +34,21 @@ def source(tmp_path_factory):
 
 def logits(folder, **options) -> torch.Tensor:
     return terrazzo.load(folder, **CPU, **options)(TOKENS).logits
+
+
+def method(folder) -> str:
+    return json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"]
+
+
+def write_sizes(folder, **sizes):
+    """A Llama of one layer with other sizes."""
+    config = transformers.LlamaConfig(**{
+        "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 64, "vocab_size": VOCABULARY, "initializer_range": 0.2,
+    } | sizes)  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).half().save_pretrained(folder)
+    return folder
 
 
 def names(folder) -> set[str]:
@@ -136,7 +155,6 @@ def test_stacked_experts_are_taken_apart(tmp_path):
 
 
 def test_what_no_published_folder_holds_is_packed_or_refused(source, tmp_path):
-    method = lambda folder: json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"]
     quantize_folder(source, tmp_path / "kv", "w4a16-g64", kv="int8", **CPU)
     quantize_folder(source, tmp_path / "w4a8", "w4a8-g64", **CPU)
     assert method(tmp_path / "kv") == method(tmp_path / "w4a8") == "terrazzo"
@@ -212,4 +230,112 @@ def test_the_command_writes_packs_and_says_so(source, tmp_path, capsys):
     assert torch.equal(logits(packed), logits(out, kv="int8"))
     again = shutil.copytree(source, tmp_path / "copy")
     assert main(["pack", str(again), "-o", str(tmp_path / "no"), "--device", "cpu"]) == 2
-    assert "layers of" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "layers of" in said and "quantize them: terrazzo quantize" in said
+    assert main(["pack", str(out), "-o", str(tmp_path / "no"), "--device", "cpu", "--kv", "fp8"]) == 2
+    said = capsys.readouterr().err
+    assert "name int8" in said and "--calibration" not in said  # which pack has not
+    assert main(["quantize", str(source), "-o", str(tmp_path / "no"), "--device", "cpu", "--kv", "fp8"]) == 2
+    assert "to the command --calibration FILE" in capsys.readouterr().err
+
+
+def test_help_and_page_name_every_format_and_how_its_folder_is_written(capsys):
+    assert main(["quantize", "--help"]) == 0
+    said = capsys.readouterr().out
+    page = (
+        (Path(__file__).parents[2] / "docs" / "quantize.md").read_text(encoding="utf-8").partition("## Which folder")[2]
+    )
+    rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| `")]
+    written = {word: how.strip() for formats, how in rows for word in re.findall("`(.*?)`", formats)}
+    assert set(written) == set(BY_WORD)
+    for word, product in BY_WORD.items():
+        assert re.search(rf"[\s,]{word}[-,.\s]", said), word
+        published = WRITERS[product.record].published if product.record in WRITERS else "packed"
+        assert published in written[word].split(", "), word
+
+
+# -- models whose sizes end inside of a group --------------------------------------------------------------------------
+UNEVEN = [
+    ("w4a16-g128", {"intermediate_size": 192}, r"K = 192 of model.layers.0.mlp.down_proj.weight is no multiple"),
+    ("mxfp4", {"intermediate_size": 144}, "K = 144"),
+    ("fp8-g128", {"hidden_size": 384, "num_attention_heads": 6, "num_key_value_heads": 3}, "the 192 of keys"),
+]
+
+
+@pytest.mark.parametrize(("form", "sizes", "said"), UNEVEN)
+def test_a_model_that_no_published_folder_holds_is_packed(tmp_path, form, sizes, said):
+    source, out = write_sizes(tmp_path / "float", **sizes), tmp_path / "out"
+    assert main(["quantize", str(source), "-o", str(out), "--format", form, "--device", "cpu"]) == 0
+    assert method(out) == "terrazzo" and torch.equal(logits(out), logits(source, quantize=form))
+    with pytest.raises(ArgumentError, match=rf"write = 'compressed-tensors': has whole .*{said}.*\(--write packed\)"):
+        quantize_folder(source, tmp_path / "x", form, write="compressed-tensors", **CPU)
+    assert not (tmp_path / "x").exists()
+
+
+def test_rows_that_end_inside_of_a_block_are_published_where_values_have_one(tmp_path):
+    """As those of one head of 64: keys and values lie in one block."""
+    quantize_folder(write_sizes(tmp_path / "float"), tmp_path / "out", "fp8-g128", **CPU)
+    assert method(tmp_path / "out") == "compressed-tensors"
+
+
+def test_stacked_experts_of_another_size_are_packed(tmp_path):
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=128, moe_intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=64, vocab_size=VOCABULARY, num_experts=2, num_experts_per_tok=1, decoder_sparse_step=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(tmp_path / "float")
+    state, at = load_file(tmp_path / "float" / "model.safetensors"), "model.layers.0.mlp.experts"
+    if f"{at}.gate_up_proj" not in state:
+        take = lambda part: [state.pop(f"{at}.{e}.{part}_proj.weight") for e in range(2)]
+        both = [torch.cat(pair) for pair in zip(take("gate"), take("up"))]
+        state |= {f"{at}.gate_up_proj": torch.stack(both), f"{at}.down_proj": torch.stack(take("down"))}
+        save_file(state, tmp_path / "float" / "model.safetensors", metadata={"format": "pt"})
+    quantize_folder(tmp_path / "float", tmp_path / "out", "w4a16-g64", **CPU)
+    assert method(tmp_path / "out") == "terrazzo"
+    state[f"{at}.down_proj"][1, 3, 5] = float("nan")
+    save_file(state, tmp_path / "float" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ArgumentError, match=rf"^{at}.down_proj\[1\] = 'NaN or infinity'"):
+        quantize_folder(tmp_path / "float", tmp_path / "nan", "w4a16-g64", **CPU)
+
+
+@pytest.mark.parametrize(
+    ("form", "leaf", "joined"),
+    [
+        ("w4a16-g64", "mlp.down_proj", ""),
+        ("mxfp4", "self_attn.o_proj", ""),
+        ("w4a8", "mlp.up_proj", ".*gate_proj.* or "),
+    ],
+)
+def test_a_weight_that_is_no_number_is_named(source, tmp_path, form, leaf, joined):
+    folder, name = shutil.copytree(source, tmp_path / "float"), f"model.layers.0.{leaf}.weight"
+    state = load_file(folder / "model.safetensors")
+    state[name][3, 5] = float("nan")
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ArgumentError, match=f"^{joined}{name} = 'NaN or infinity': must be finite"):
+        quantize_folder(folder, tmp_path / "out", form, **CPU)
+
+
+def test_a_packed_folder_of_a_version_that_wrote_no_other_goes_on_where_that_is_asked_for(source, tmp_path):
+    out = tmp_path / "out"
+    quantize_folder(source, out, "w4a16-g64", write="packed", **CPU)
+    noted = json.loads((out / "terrazzo_quantize.json").read_text())
+    del noted["settings"]["write"], noted["settings"]["method"]
+    (out / "terrazzo_quantize.json").write_text(json.dumps(noted))
+    before = (out / "model-layer-00000.safetensors").stat().st_mtime_ns
+    with pytest.raises(
+        ArgumentError, match=r"write was None.*write 'packed' \(--write packed\), which goes on with it"
+    ):
+        quantize_folder(source, out, "w4a16-g64", **CPU)
+    with pytest.raises(ArgumentError, match="format was.*or ask for the same"):
+        quantize_folder(source, out, "w4a16-g32", **CPU)
+    quantize_folder(source, out, "w4a16-g64", write="packed", **CPU)
+    assert (out / "model-layer-00000.safetensors").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(("activations", "form"), [("mxfp8", "mxfp4-mxfp8"), ("e4m3", "mxfp4-e4m3")])
+def test_activations_of_a_float_folder_are_a_format(source, activations, form):
+    with pytest.raises(ArgumentError, match=f'the source has none; leave it out; for float ones quantize="{form}"'):
+        terrazzo.load(source, **CPU, activations=activations)
+    with pytest.raises(ArgumentError, match=r"activations = \['mxfp8'\]: must be None or"):
+        terrazzo.load(source, **CPU, activations=["mxfp8"])

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from terrazzo.ops.products.product import Product
     from terrazzo.ops.weight.base import AnyCanonical
 
-PACKED = "write a packed folder"
+PACKED = "write a packed folder (--write packed)"
 
 
 def unpack_packed(

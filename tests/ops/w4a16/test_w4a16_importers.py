@@ -220,6 +220,12 @@ BAD = [
     ("gptq_asym", {"qzeros": None}, "qzeros", "needs its zero points"),
     ("gptq_asym", {"zero_overflow": "carry"}, "zero_overflow", "wrap"),
     ("gptq_act_order", {"desc_act": False}, "desc_act", "desc_act=None"),
+    (
+        "gptq_act_order",
+        {"bits": 2},
+        "bits",
+        "hold 4 bits .*; state the bits .* or quantize the model to 2, 4 or 8 bits",
+    ),
     ("gptq_act_order", {"g_idx": None}, "g_idx", "needs the group of each channel"),
     ("gptq_act_order", {"g_idx": _words(128)}, "bits", "8 bits"),
     ("gptq_act_order", {"g_idx": torch.full((256,), 4, dtype=torch.int32)}, "g_idx", "0..3"),
