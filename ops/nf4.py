@@ -18,6 +18,7 @@ from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.products import codes as known
 from terrazzo.ops.products.wide import NF4
 from terrazzo.ops.quantizers.rows import row_chunks
+from terrazzo.ops.quantizers.scales import check_scale_dtype, check_scales
 from terrazzo.ops.weight_only import format, op
 from terrazzo.ops.weight_only.entry import gemm, grouped_gemm
 from terrazzo.ops.weight_only.format import PackedWeight, QuantizedWeight
@@ -97,10 +98,10 @@ def from_bitsandbytes(
         bias: float [N]. target: see `pack`.
 
     Raises:
-        ArgumentError: a tensor that is missing or does not fit, another codebook, blocks of other than 64 weights, or
-            blocks across rows (K is no multiple of 64).
+        ArgumentError: a tensor that is missing, is none or does not fit, another codebook, blocks of other than 64
+            weights, or blocks across rows (K is no multiple of 64).
     """
-    return format.pack(published.unpack(weight, dict(state), bias=bias), target=target)
+    return format.pack(published.unpack(weight, state, bias=bias), target=target)
 
 
 @dlpack.accepting
@@ -114,19 +115,23 @@ def quantize_weight(
         scale_dtype: torch.bfloat16 or torch.float16, None for float32, which bitsandbytes has: see `pack`.
 
     Raises:
-        ArgumentError: for anything else.
+        ArgumentError: for anything else, and where `scale_dtype` is too narrow for the scale of a group.
     """
     import torch
 
     n, k = weights.check_matrix(weight)
+    scale_dtype = torch.float32 if scale_dtype is None else scale_dtype
+    check_scale_dtype(scale_dtype)
     groups = -(-k // GROUP_SIZE)
     table = torch.tensor(known.NF4.values, device=weight.device)
     between = (table[1:] + table[:-1]) / 2
     codes = torch.empty(n, groups * GROUP_SIZE, dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(n, groups, dtype=scale_dtype or torch.float32, device=weight.device)
+    scales = torch.empty(n, groups, dtype=scale_dtype, device=weight.device)
     for part in row_chunks(n, groups * GROUP_SIZE, weight.device.type):
-        w = torch.nn.functional.pad(weight[part].float(), (0, groups * GROUP_SIZE - k)).view(-1, groups, GROUP_SIZE)
+        given = torch.nn.functional.pad(weight[part].contiguous(), (0, groups * GROUP_SIZE - k))
+        w = given.float().view(-1, groups, GROUP_SIZE)
         scales[part] = w.abs().amax(-1).to(scales.dtype)
+        check_scales(scales[part], given.view(w.shape).any(-1))
         each = scales[part].float()[..., None]
         relative = torch.where(each > 0, w / each, torch.zeros_like(w))
         codes[part] = torch.bucketize(relative, between).to(torch.uint8).view(-1, groups * GROUP_SIZE)

@@ -8,6 +8,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
 from terrazzo.ops.products.codes import E2M1, MXFP4, Codes
 from terrazzo.ops.quantizers.rows import best_of, row_chunks
+from terrazzo.ops.quantizers.scales import check_scales
 from terrazzo.ops.weight_only.format import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -83,8 +84,9 @@ def _nearest(values: torch.Tensor) -> torch.Tensor:
 
     magnitudes = torch.tensor(E2M1, device=values.device)
     between = (magnitudes[1:] + magnitudes[:-1]) / 2
-    low = torch.bucketize(values.abs(), between)
-    high = torch.bucketize(values.abs(), between, right=True)
+    size = values.abs().contiguous()
+    low = torch.bucketize(size, between)
+    high = torch.bucketize(size, between, right=True)
     code = torch.where(low % 2 == 0, low, high)
     return (code + 8 * ((values < 0) & (code > 0))).to(torch.uint8)
 
@@ -140,6 +142,7 @@ def quantize_fp8(
             constraint = "must be None, or of granularity='block' a dtype of floats up to 32 bits"
             raise ArgumentError("scale_dtype", str(scale_dtype), constraint, "leave it out")
         scales = scales.to(scale_dtype)
+        check_scales(scales, amax > 0)
         each = scales.float().repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
     codes = (w / each).clamp(-448, 448).to(torch.float8_e4m3fn)
     group = 128 if granularity == "block" else k

@@ -8,7 +8,8 @@ uint8, has N, K and the size of blocks. `weight.absmax` is float32; with "double
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from terrazzo.layouts.converters.codebook import NF4
 from terrazzo.lowering.errors import ArgumentError
@@ -19,7 +20,7 @@ from terrazzo.ops.weight_only.format import QuantizedWeight
 
 if TYPE_CHECKING:
     import torch
-    from terrazzo.ops.checkpoints.fields import Stated
+    from terrazzo.ops.checkpoints.fields import JSON, Stated
     from terrazzo.ops.checkpoints.reader import Checkpoint
     from terrazzo.ops.products.product import Product
 
@@ -30,15 +31,15 @@ def unpack(weight: torch.Tensor, state: Tensors, *, bias: torch.Tensor | None = 
     """A layer; arguments and errors as of `nf4.from_bitsandbytes`."""
     import torch
 
-    for name in ("absmax", "quant_map", STATE):
-        if name not in state:
-            raise ArgumentError(f"state[{name!r}]", None, "is missing", "add the layer's tensor weight." + name)
-    stated = _stated(state[STATE])
-    (n, k), block = stated["shape"], stated["blocksize"]
+    if not isinstance(weight, torch.Tensor):
+        weight = weights.as_tensor("weight", weight)
+    weights.check_dense("weight", weight)
+    state = _tensors(state, weight.device)
+    (n, k), block, nested = _stated(state[STATE])
     if block != 64 or k % block:
         constraint = "must be 64, and divide the input features: other blocks lie across rows, or have no kernel"
         raise ArgumentError("blocksize", f"{block} of {k} features", constraint, "quantize it with blocksize=64")
-    codes = weights.as_bytes(weight).flatten()
+    codes = weights.as_bytes(weight.detach().flatten())
     if len(codes) * 2 != n * k:
         raise ArgumentError("weight", weights.described(weight), f"must have {n * k // 2} bytes", "get it again")
     table = state["quant_map"].cpu().float().flatten()
@@ -48,23 +49,60 @@ def unpack(weight: torch.Tensor, state: Tensors, *, bias: torch.Tensor | None = 
     codes = torch.stack([codes >> 4, codes & 15], dim=-1).view(n, k)
     with weights.renamed(scales="absmax"):
         facts = dict(weight="nf4", group_size=block, bias=bias)
-        return QuantizedWeight.canonical(codes, _absmax(state, stated, n * k // block).view(n, -1), **facts)
+        return QuantizedWeight.canonical(codes, _absmax(state, nested, n * k // block).view(n, -1), **facts)
 
 
-def _stated(packed: torch.Tensor) -> Stated:
-    """What the JSON of a layer says: its sizes, and those of the blocks of absmax."""
+def _tensors(state: Tensors, device: torch.device) -> Tensors:
+    """Those of a layer's state that are read, where its codes are; of floats those that must be."""
+    if not isinstance(state, Mapping):
+        remedy = "pass QuantState.as_dict(packed=True)"
+        raise ArgumentError("state", type(state).__name__, "must be a mapping of names to tensors", remedy)
+    given = {name: state.get(name) for name in ("absmax", "quant_map", STATE, "nested_absmax", "nested_quant_map")}
+    found: Tensors = {}
+    for name, value in given.items():
+        if value is None:
+            if name.startswith("nested_"):
+                continue
+            raise ArgumentError(f"state[{name!r}]", None, "is missing", "add the layer's tensor weight." + name)
+        found[name] = weights.as_tensor(f"state[{name!r}]", value, device)
+        if name not in ("absmax", STATE):
+            weights.check_floats(f"state[{name!r}]", found[name], "as bitsandbytes writes it", "get the layer again")
+    return found
+
+
+def _stated(packed: torch.Tensor) -> tuple[list[int], int, dict[str, Any]]:
+    """What the JSON of a layer says: its sizes, that of a block, and of blocks of absmax what is said of them."""
     try:
         stated = json.loads(bytes(packed.flatten().tolist()))
-        rows, columns = (int(extent) for extent in stated["shape"])
-        found = dict(shape=(rows, columns), blocksize=int(stated["blocksize"]))
-        nested = {name: stated[name] for name in ("nested_blocksize", "nested_offset") if name in stated}
-        return found | {name: float(value) for name, value in nested.items()}
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        constraint = f"must be JSON with shape [N, K] and blocksize ({type(error).__name__})"
-        raise ArgumentError("quant_state", weights.described(packed), constraint, "get the checkpoint again") from None
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _wrong("", weights.described(packed), f"must be JSON in uint8 ({type(error).__name__})") from None
+    if not isinstance(stated, dict):
+        raise _wrong("", stated, "must be an object with shape and blocksize")
+    count = lambda it: type(it) is int and 0 < it < 2**31
+    shape, block, nested = stated.get("shape"), stated.get("blocksize"), {}
+    if not isinstance(shape, list) or len(shape) != 2 or not all(map(count, shape)):
+        raise _wrong("shape", shape, "must be [N, K], two positive integers below 2^31")
+    if not count(block):
+        raise _wrong("blocksize", block, "must be a positive integer below 2^31")
+    if "nested_blocksize" in stated:
+        size = stated["nested_blocksize"]
+        if not count(size):
+            raise _wrong("nested_blocksize", size, "must be a positive integer below 2^31")
+        nested["blocksize"] = size
+    if "nested_offset" in stated:
+        offset = stated["nested_offset"]
+        if type(offset) not in (int, float) or not abs(offset) < 2.0**127:
+            raise _wrong("nested_offset", offset, "must be a number in the range of float32")
+        nested["offset"] = float(offset)
+    return shape, block, nested
 
 
-def _absmax(state: Tensors, stated: Stated, count: int) -> torch.Tensor:
+def _wrong(field: str, value: JSON, constraint: str) -> ArgumentError:
+    where = "quant_state" + f".{field}" * bool(field)
+    return ArgumentError(where, value, constraint, "get the checkpoint again")
+
+
+def _absmax(state: Tensors, nested: dict[str, Any], count: int) -> torch.Tensor:
     """float32 [blocks]."""
     absmax = state["absmax"].flatten()
     if len(absmax) != count or weights.dtype_name(absmax) not in ("float32", "uint8"):
@@ -72,21 +110,15 @@ def _absmax(state: Tensors, stated: Stated, count: int) -> torch.Tensor:
         raise ArgumentError("absmax", weights.described(absmax), constraint, "get the checkpoint again")
     if weights.dtype_name(absmax) == "float32":
         return absmax
-    size, table, outer = (
-        int(stated.get("nested_blocksize", 0)),
-        state.get("nested_quant_map"),
-        state.get("nested_absmax"),
-    )
-    fits = (
-        size > 0 and table is not None and len(table) == 256 and outer is not None and len(outer) == -(-count // size)
-    )
-    if not fits or "nested_offset" not in stated:
+    table, outer, size = state.get("nested_quant_map"), state.get("nested_absmax"), nested.get("blocksize")
+    fits = table is not None and outer is not None and size is not None and "offset" in nested
+    if not fits or tuple(table.shape) != (256,) or tuple(outer.shape) != (-(-count // size),):
         constraint = (
             "is quantized: it needs nested_quant_map [256], nested_absmax of each block of it, and nested_offset"
         )
         raise ArgumentError("absmax", "uint8", constraint, "get the checkpoint again")
-    found = table.float()[absmax.long()] * outer.float().repeat_interleave(size)[:count]
-    return found + stated["nested_offset"]
+    found = table.float()[absmax.long()] * outer.float().repeat_interleave(min(size, count))[:count]
+    return found + nested["offset"]
 
 
 def _read(tensors: Tensors, config: LayerConfig, product: Product) -> QuantizedWeight:

@@ -9,11 +9,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops import model_layers, nf4, stored_layers
+from terrazzo.ops import fp8, model_layers, mxfp4, nf4, nvfp4, stored_layers
 from terrazzo.ops.checkpoints.reader import Checkpoint
 from terrazzo.ops.shards import Share
 from terrazzo.ops.weight_only import reference
 
+from tests import mutation
 from tests.layouts.layout_oracle import nf4 as quantiles
 
 TABLE = torch.tensor(quantiles(), dtype=torch.float32)  # 1e-7 off what files hold
@@ -146,6 +147,123 @@ def test_what_does_not_fit_is_named(name):
     made = {leaf: it for leaf, it in made.items() if it is not None}
     with pytest.raises(ArgumentError, match=says):
         nf4.from_bitsandbytes(made["weight"], state_of(made))
+
+
+def restated(made: dict, **changes) -> dict:
+    """Tensors of a layer whose JSON says something else."""
+    leaf = "weight.quant_state.bitsandbytes__nf4"
+    text = json.dumps(json.loads(bytes(made[leaf].tolist())) | changes).encode()
+    return made | {leaf: torch.tensor(list(text), dtype=torch.uint8)}
+
+
+SIZES = (0, -1, True, 64.0, 64.9, 1e300, float("inf"), float("nan"), 2**62, 10**40, "64", None, [64])
+
+
+@pytest.mark.parametrize("field", ["blocksize", "nested_blocksize", "shape", "nested_offset"])
+def test_json_that_states_no_sizes_is_named(tmp_path, field):
+    made = written(torch.ones(N, K))[0]
+    bad = {
+        "shape": ([-N, -K], [N, float(K)], [True, K], [N], [N, K, 1], {str(N): 0, str(K): 1}, "ab", None, N),
+        "nested_offset": (True, "0", None, [0], float("nan"), float("inf"), 1e300, 10**400),
+    }
+    for value in bad.get(field, SIZES):
+        with pytest.raises(ArgumentError, match=rf"^quant_state\.{field} = "):
+            nf4.load_layer(folder(tmp_path, restated(made, **{field: value})), LAYER)
+
+
+def test_a_nested_block_may_be_longer_than_the_layer():
+    made = written(torch.randn(N, K, generator=torch.Generator().manual_seed(6)))[0]
+    load = lambda it: nf4.from_bitsandbytes(it["weight"], state_of(it)).dequantize()
+    assert torch.equal(load(restated(made, nested_blocksize=2**31 - 1)), load(made))
+
+
+def test_a_damaged_layer_is_refused_or_read(tries):
+    good = written(torch.randn(N, K, generator=torch.Generator().manual_seed(5)))[0]
+    leaf = "weight.quant_state.bitsandbytes__nf4"
+    stated = json.loads(bytes(good[leaf].tolist()))
+    for random in tries(300):
+        made = good
+        if random.random() < 0.7:
+            text = mutation.text(mutation.value(stated, random), random)
+            made = good | {leaf: torch.frombuffer(bytearray(text or b" "), dtype=torch.uint8)}
+        else:
+            made = mutation.tensors(good, random)
+        mutation.survives(lambda made=made: nf4.from_bitsandbytes(made.get("weight"), state_of(made)))
+
+
+@pytest.mark.parametrize("name", ["weight", "absmax", "quant_map", "quant_state", "nested_absmax", "nested_quant_map"])
+def test_what_is_no_tensor_is_named(name):
+    made = written(torch.ones(N, K))[0]
+    leaf = "weight" if name == "weight" else "weight." + name.replace("state", "state.bitsandbytes__nf4")
+    for bad in (None, "x", {}, object(), torch.zeros(4, device="meta"), torch.ones(2, 2).to_sparse()):
+        found = made | {leaf: bad}
+        with pytest.raises(ArgumentError, match="nested_absmax" if bad is None and "nested" in name else name):
+            nf4.from_bitsandbytes(found["weight"], state_of(found))
+
+
+def test_a_state_is_a_mapping_and_may_hold_arrays():
+    made = written(torch.randn(N, K, generator=torch.Generator().manual_seed(4)))[0]
+    for bad in (None, list(state_of(made).items()), "x"):
+        with pytest.raises(ArgumentError, match="^state = .*must be a mapping"):
+            nf4.from_bitsandbytes(made["weight"], bad)
+    arrays = {name: it.numpy() for name, it in state_of(made).items()}
+    packed = nf4.from_bitsandbytes(made["weight"], state_of(made))
+    assert torch.equal(nf4.from_bitsandbytes(made["weight"].numpy(), arrays).params, packed.params)
+
+
+def test_flattened_lengths_do_not_hide_shapes():
+    made = written(torch.ones(N, K))[0]
+    for leaf in ("weight.nested_quant_map", "weight.nested_absmax"):
+        found = made | {leaf: made[leaf][:, None].expand(-1, 2).contiguous()}
+        with pytest.raises(ArgumentError, match="absmax = 'uint8'"):
+            nf4.from_bitsandbytes(found["weight"], state_of(found))
+
+
+@pytest.mark.parametrize("quantize", [nf4.quantize, lambda w, **scale: fp8.quantize(w, granularity="block", **scale)])
+def test_scales_that_their_dtype_does_not_hold_are_refused(quantize):
+    w = torch.randn(3, 256, generator=torch.Generator().manual_seed(7))
+    part = torch.cat([w[:, :128], 1e-9 * w[:, 128:]], 1)  # one group of many
+    for bad, dtype, says in (
+        (1e-9 * w, torch.float16, "torch.float16': is too narrow.*use torch.float32 or torch.bfloat16"),
+        (part, torch.float16, "torch.float16': is too narrow"),
+        (1e8 * w, torch.float16, "torch.float16': cannot hold.*use torch.float32 or torch.bfloat16"),
+    ):
+        with pytest.raises(ArgumentError, match=f"^scale_dtype = '{says}"):
+            quantize(bad, scale_dtype=dtype)
+        for wide in (torch.bfloat16, torch.float32):
+            made, size = quantize(bad, scale_dtype=wide).dequantize(), bad.abs().max().double()
+            assert bool(((made - bad).abs() <= 0.2 * size).all()) and bool(made.any())
+    w[:, :128] = 0  # a group of zeros has the scale 0, or any
+    assert not bool(quantize(w, scale_dtype=torch.float16).dequantize()[:, :128].any())
+
+
+def test_scales_beyond_every_dtype_name_the_weight():
+    for bad, dtype, says in (
+        (torch.full((1, 64), 3.4e38), torch.bfloat16, "use torch.float32$"),
+        (torch.full((1, 64), 1e-50, dtype=torch.float64), None, "scale the weight up"),
+    ):
+        with pytest.raises(ArgumentError, match=f"^scale_dtype = .*{says}"):
+            nf4.quantize(bad, scale_dtype=dtype)
+
+
+@pytest.mark.parametrize("bad", ["bfloat16", "x", torch.float64, torch.float8_e4m3fn, torch.int8, 16, []])
+def test_other_dtypes_of_scales_are_refused(bad):
+    with pytest.raises(ArgumentError, match=r"^scale_dtype = .*must be one of \('torch.float16', "):
+        nf4.quantize(torch.ones(2, 64), scale_dtype=bad)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("module", [nf4, mxfp4, nvfp4])
+@pytest.mark.parametrize("shape", [(64, 128), (128, 64)])
+def test_a_transposed_weight_is_quantized_without_a_warning(module, shape):
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(8))
+    told = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        made = module.quantize_weight(w.T)
+    finally:
+        torch.set_warn_always(told)
+    assert torch.equal(made.codes, module.quantize_weight(w.T.contiguous()).codes)
 
 
 @pytest.mark.parametrize(
