@@ -42,9 +42,9 @@ def load(
     """A transformers model whose linear layers, experts, attention and cache are Terrazzo's.
 
     Reads Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE, Gemma-3 (text) and gpt-oss: in AWQ, GPTQ,
-    compressed-tensors, QServe, FP8, MXFP4 (gpt-oss's experts), 16 or 32 bits, or as `save_pretrained` of such a model
-    wrote it. Layers are read and packed one after another. `model.generate` works; `terrazzo.nn.generation.generate`
-    needs less of the host.
+    compressed-tensors, QServe, bitsandbytes (NF4), FP8, MXFP4 (gpt-oss's experts), 16 or 32 bits, or as
+    `save_pretrained` of such a model wrote it. Layers are read and packed one after another. `model.generate` works;
+    `terrazzo.nn.generation.generate` needs less of the host.
 
     Args:
         source: a Hugging Face folder, or float tensors by name (a model's `state_dict`), which need `config`.

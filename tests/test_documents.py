@@ -93,6 +93,28 @@ def test_a_shipped_table_has_as_many_records_as_the_page_says(gpu):
     assert len(table["records"]) == stated
 
 
+def test_what_lists_formats_lists_all():
+    """A format is added in one place, `ops/products`; pages and docstrings that list formats do not follow."""
+    from terrazzo.nn import Format
+    from terrazzo.ops.kinds.table import KINDS
+    from terrazzo.ops.products.codes import WIDE
+    from terrazzo.ops.products.table import PRODUCTS, of_codes
+    from terrazzo.ops.weight_only import entry
+    from terrazzo.ops.weight_only.format import QuantizedWeight
+
+    page = lambda name: (DOCS / name).read_text(encoding="utf-8")
+    row = re.search(r"^\| `--op` of linear layers \|(.*)\|$", page("tuning.md"), re.MULTILINE)[1]
+    assert sorted(re.findall(r"`(\w+)`", row)) == sorted(KINDS)
+    table = page("operators.md").split("\n\n")[1]
+    assert not {one.module.partition(".")[0] for one in PRODUCTS} - set(re.findall(r"`(\w+)`", table))
+    assert {Format.parse(name).product for name in re.findall(r'"([\w-]+)"', Format.parse.__doc__)} == set(PRODUCTS)
+    wide = {of_codes(name).root for name in WIDE}
+    for text in (re.search(r"packed weight of (.*?)\.", entry.gemm.__doc__)[1], entry.CALLS.families):
+        assert set(re.findall(r"\w+", text)) - {"or"} == wide
+    floats = {f'"{name}"' for name, codes in WIDE.items() if not codes.symmetric}
+    assert floats == set(re.findall(r'"\w+"', QuantizedWeight.__doc__.split("weight: ")[1].split("\n")[0]))
+
+
 def test_every_promise_of_trust_names_tests_that_exist():
     text = (DOCS / "trust.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\|(?! ---)(.*)\|(.*)\|$", text.split("## Promises and their tests\n", 1)[1], re.MULTILINE)

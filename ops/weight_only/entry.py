@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from terrazzo.ops.call.linear import Linear
 from terrazzo.ops.grouped import GroupedWeight
-from terrazzo.ops.products.table import of_codes
+from terrazzo.ops.products.codes import WIDE
+from terrazzo.ops.products.table import PRODUCTS, of_codes
 from terrazzo.ops.weight_only import op
 from terrazzo.ops.weight_only.packed import WeightOnly
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 class Calls(Linear):
     """Of weights of every format for 16-bit activations; the choice is `numerics`."""
 
-    families, packed, scales = "w4a16, w8a16, mxfp4, nvfp4 or fp8", WeightOnly, "params"
+    families = ", ".join(one.root for one in PRODUCTS if one.codes.name in WIDE)
+    packed, scales = WeightOnly, "params"
 
     def name(self, w: WeightOnly[Any]) -> str:
         return of_codes(w.format).record
@@ -57,7 +59,7 @@ def gemm(
 
     Args:
         x: float16 or bfloat16 [..., K] on w's GPU; leading dimensions may be strided (then they are copied).
-        w: packed weight of w4a16, w8a16, mxfp4, nvfp4 or fp8. Its own bias is added unless `bias` is given.
+        w: packed weight of w4a16, w8a16, mxfp4, nvfp4, fp8 or nf4. Its own bias is added unless `bias` is given.
         bias: [N] in x's dtype.
         out: contiguous [..., N] in x's dtype, written and returned; no memory of x. M = 0 writes nothing.
         numerics: "exact" scales each weight with one rounding; "fused" is fma(q, s, -z*s), as TurboMind; "post"

@@ -35,9 +35,10 @@ class QuantizedWeight(Plain["PackedWeight"]):
 
     Attributes:
         codes: uint8 [N, K], the bits of each small float.
-        scales: [N, G], G = ceil(K / group_size): uint8 e8m0 (2^(scale - 127)), uint8 e4m3 above 0, or float32.
+        scales: [N, G], G = ceil(K / group_size): uint8 e8m0 (2^(scale - 127)), uint8 e4m3 above 0, or float32; of
+            groups of FP8 and NF4 also bfloat16 or float16. Those of NF4 may be below 0.
         group_size: of the format's, or K.
-        weight: name of the format, "mxfp4", "nvfp4" or "fp8".
+        weight: name of the format, "mxfp4", "nvfp4", "fp8" or "nf4".
         bias: [N] | None.
         factors: of NVFP4, float32 [N]: what each row is multiplied by besides its scales; None of others.
     """

@@ -55,7 +55,8 @@ class LayerConfig:
     """What a checkpoint's config states about one layer. None: it does not say.
 
     Attributes:
-        format: "awq", "gptq", "gptq_v2", "compressed_tensors", "qserve", "fp8", "nvfp4" or "mxfp4".
+        format: "awq", "gptq", "gptq_v2", "compressed_tensors", "qserve", "fp8", "nvfp4", "mxfp4" or
+            "bitsandbytes".
         bits: bits for each code.
         group_size: input channels for each scale, -1 for one group.
         version: AWQ version or compressed-tensors format, as written.
