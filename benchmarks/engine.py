@@ -445,7 +445,7 @@ def main(argv: list[str] | None = None) -> int:
     alone = not (o.gates or o.warm)
     try:
         code = report.guarded("benchmarks.engine", lambda: run(o))
-    except Exception:
+    except Exception:  # os._exit ends before the interpreter would show it
         if alone:
             raise
         traceback.print_exc()

@@ -156,7 +156,7 @@ STEPS: tuple[Step, ...] = (
     *suite("gpu/test_shapes_gpu.py", 120),
     *suite("gpu/test_layer_kernels_gpu.py", 100),
     *suite("gpu/test_vllm_gpu.py", 60, 3),
-    linear("fp8,w8a16,fp8_block_folded,w8a8_fp8_fast", 160, 3),
+    linear("nf4,mxfp4_mxfp8,fp8,w8a16,fp8_block_folded,w8a8_fp8_fast", 220, 3),
     bench("generic_price", 150, 3, ahead=False),
     bench("layer_kernels", 100, 3, ahead=False),
     bench("load_time", 120, 3, ahead=False),

@@ -1,4 +1,4 @@
-"""docs/papers.md: what four papers claim, beside our number on the same kind of work. No torch here."""
+"""docs/papers.md: what four papers claim, and our number on the same kind of work. No torch here."""
 
 from __future__ import annotations
 

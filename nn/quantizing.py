@@ -52,7 +52,7 @@ def quantize_folder(
 ) -> dict[str, float]:
     """Quantize the linear layers of a float model and write a folder that `terrazzo.load` reads.
 
-    Formats that compressed-tensors has are written so: vLLM, SGLang and transformers read that folder, too. Others are
+    Formats that compressed-tensors has are written so: vLLM and transformers read that folder, too. Others are
     packed for Terrazzo alone. A folder whose layers are quantized already is packed as it is (`format` None), or its
     4-bit integers become W4A8 ("w4a8"), whose two levels of scales are fitted to theirs.
 

@@ -88,7 +88,7 @@ def quantize(
 ) -> None:  # fmt: skip
     """Quantize a float Hugging Face model, layer by layer, to a folder that terrazzo.load reads.
 
-    Where the format is a published one, vLLM, SGLang and transformers read the folder, too.
+    Where the format is a published one, vLLM and transformers read the folder, too.
 
     Of a folder in 4-bit integers, as GPTQ makes them, --format w4a8 makes W4A8, and prints what that adds in error.
 
